@@ -16,22 +16,25 @@ import numpy as np
 class GenesPerCellQueue:
     """Queue of the numbers of genes of cells, for each of some lanes.
 
-    For each lane, `windows` has an iterator that yields the numbers of genes of the cells of each
-    window, `(cells,)`. `skipped` has the number of cells to leave out of each lane's first window. Row
+    For each lane, `genes_by_window` has an iterator that yields the numbers of genes of the cells of
+    each window, `(cells,)`. `skipped` has the number of cells to leave out of each lane's first window. Row
     k of the table holds lane k.
     """
 
-    def __init__(self, windows: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]) -> None:
-        self._windows = windows
-        self._table = np.zeros((len(windows), 0), np.int32)
+    def __init__(
+        self, genes_by_window: Sequence[Iterator[np.ndarray]], skipped: Sequence[int]
+    ) -> None:
+        self._genes_by_window = genes_by_window
+        self._table = np.zeros((len(genes_by_window), 0), np.int32)
         # (lanes,): column of each lane's next cell, and the column after its last
-        self._starts = np.zeros(len(windows), np.int64)
-        self._stops = np.zeros(len(windows), np.int64)
-        self._n_looked_up = 0  # cells looked up after each lane's first window
-        # cells taken. Skipped cells count as taken: a resumed run then looks as far ahead as one that
-        # never stopped
+        self._starts = np.zeros(len(genes_by_window), np.int64)
+        self._stops = np.zeros(len(genes_by_window), np.int64)
+        # totals over all lanes, which `_look_ahead` compares: cells looked up after each lane's first
+        # window, and cells taken. Skipped cells count as taken, so that a resumed run looks as far ahead
+        # as one that never stopped
+        self._n_looked_up = 0
         self._n_taken = sum(skipped)
-        for row in range(len(windows)):
+        for row in range(len(genes_by_window)):
             self._append_window(row)
         self._starts += np.array(skipped, np.int64)
         # make room for a second window now: to widen the table later, a step would have to copy it
@@ -63,7 +66,7 @@ class GenesPerCellQueue:
         """Look up the next windows, lane after lane, until as many cells are looked up as were taken."""
         while self._n_looked_up < self._n_taken:
             n_found = self._append_window(self._next_row)
-            self._next_row = (self._next_row + 1) % len(self._windows)
+            self._next_row = (self._next_row + 1) % len(self._genes_by_window)
             self._n_looked_up += n_found
             if not n_found:  # the lane has ended: the next step goes on with the next lane
                 break
@@ -73,7 +76,7 @@ class GenesPerCellQueue:
 
         Returns the window's number of cells, or 0 if the lane has ended.
         """
-        genes_per_cell = next(self._windows[row], None)
+        genes_per_cell = next(self._genes_by_window[row], None)
         if genes_per_cell is None:
             return 0
         left = self._table[row, self._starts[row] : self._stops[row]]

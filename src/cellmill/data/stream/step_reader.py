@@ -34,46 +34,52 @@ _MAX_GROUP_CELLS = 256  # small steps are yielded together, up to this number of
 class RankWindowQueue:
     """Queue of rank windows: one in use, the others being read. Steps are taken in order."""
 
-    def __init__(self, windows: Iterator[RankWindow]) -> None:
-        self._windows = windows  # `next` starts to read a rank window
+    def __init__(self, rank_windows: Iterator[RankWindow]) -> None:
+        self._rank_windows = rank_windows  # `next` starts to read a rank window
         self._started: list[RankWindow] = []
 
-    def take_group(self, global_step: int, n_cells: np.ndarray) -> tuple[int, StreamCells]:
+    def take_group(self, global_step: int, cells_per_step: np.ndarray) -> tuple[int, StreamCells]:
         """Take the cells of `global_step`, and of following steps if they are small.
 
-        `n_cells`, `(steps,)`, has the number of cells of each step from `global_step` on. Returns the
-        number of steps taken and their cells.
+        `cells_per_step`, `(steps,)`, has the number of cells of each step from `global_step` on. Returns
+        the number of steps taken and their cells.
         """
         # drop rank windows whose cells are all taken; start to read the next ones
         self._started = [
             window for window in self._started if window.cells.global_steps[-1] >= global_step
         ]
-        self._started += islice(self._windows, max(0, 2 - len(self._started)))
-        n_steps = self._count_group_steps(global_step, n_cells)
-        pieces = []  # the group's cells, one piece per rank window that has some
+        self._started += islice(self._rank_windows, max(0, 2 - len(self._started)))
+        n_steps = self._count_group_steps(global_step, cells_per_step)
+        n_cells = int(cells_per_step[:n_steps].sum())
+        return n_steps, self._take_cells(global_step, n_steps, n_cells)
+
+    def _count_group_steps(self, global_step: int, cells_per_step: np.ndarray) -> int:
+        """Count the steps to take together, at least one.
+
+        Steps are added until one has cells in the second rank window, which would make a copy of all
+        cells necessary, or until the total would exceed `_MAX_GROUP_CELLS`.
+        """
+        if len(self._started) > 1:
+            first_of_second = int(self._started[1].cells.global_steps[0])
+            cells_per_step = cells_per_step[: max(0, first_of_second - global_step)]
+        total = cells_per_step.cumsum()
+        return max(1, int(np.searchsorted(total, _MAX_GROUP_CELLS, side="right")))
+
+    def _take_cells(self, global_step: int, n_steps: int, n_cells: int) -> StreamCells:
+        """Take the cells of `n_steps` steps from `global_step` on, which are `n_cells`."""
+        pieces = []  # one per rank window that has some of the cells
+        n_left = n_cells
         index = 0
-        n_left = int(n_cells[:n_steps].sum())
         while n_left:
             if index == len(self._started):  # lanes may end a window at different steps
-                self._started += islice(self._windows, 1)
+                self._started += islice(self._rank_windows, 1)
             assert index < len(self._started), "cells of a step are in no window"
             piece = self._started[index].take(global_step, n_steps)
             if len(piece.ids):
                 pieces.append(piece)
             n_left -= len(piece.ids)
             index += 1
-        return n_steps, pieces[0] if len(pieces) == 1 else join_stream_cells(pieces)
-
-    def _count_group_steps(self, global_step: int, n_cells: np.ndarray) -> int:
-        """Return how many steps to take together.
-
-        As many as have no cells in the second rank window, and at most `_MAX_GROUP_CELLS` cells in
-        total, but at least one step.
-        """
-        if len(self._started) > 1:
-            first_of_next = int(self._started[1].cells.global_steps[0])
-            n_cells = n_cells[: max(0, first_of_next - global_step)]
-        return max(1, int(np.searchsorted(n_cells.cumsum(), _MAX_GROUP_CELLS, side="right")))
+        return pieces[0] if len(pieces) == 1 else join_stream_cells(pieces)
 
 
 @dataclass(frozen=True)
@@ -107,13 +113,13 @@ class StepReader:
         # lanes of the other ranks, rank after rank
         self._other_lanes = np.delete(self.lanes_by_rank, rank, axis=0).ravel()
         self._orders = OrderCache(order_rule)
-        self._reader = WindowReader(
+        self._window_reader = WindowReader(
             shards, order_rule, self._orders, self.lanes_by_rank[rank].tolist(), io_threads
         )
 
     def close(self) -> None:
         """Wait for the reads in progress, cancel the others, and end the threads."""
-        self._reader.close()
+        self._window_reader.close()
 
     def read_steps(self, first_epoch: int, first_step: int) -> Iterator[StepGroup]:
         """Read from step `first_step` of epoch `first_epoch` on.
@@ -122,28 +128,28 @@ class StepReader:
         """
         # position in each lane of the first cell to read, `(lanes,)`
         lane_starts = self._order_rule.count_cells_before(first_step)
-        windows = RankWindowQueue(self._reader.read_windows(first_epoch, lane_starts))
+        rank_windows = RankWindowQueue(self._window_reader.read_windows(first_epoch, lane_starts))
         other_lanes = self._make_other_lanes_queue(first_epoch, lane_starts)
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
             first_global_step = epoch * self._order_rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane[:, self.lanes_by_rank].sum(2)  # (steps, ranks)
-            start = 0
-            while start < len(cells_by_lane):
-                n_steps, local_cells = windows.take_group(
-                    first_global_step + start, cells_by_rank[start:, self._rank]
+            n_yielded = 0  # steps
+            while n_yielded < len(cells_by_lane):
+                n_steps, local_cells = rank_windows.take_group(
+                    first_global_step + n_yielded, cells_by_rank[n_yielded:, self._rank]
                 )
-                in_group = slice(start, start + n_steps)
+                in_group = slice(n_yielded, n_yielded + n_steps)
                 genes_per_cell = local_cells.packed.lengths
                 if len(self._other_lanes):
-                    genes_per_cell = self._add_other_ranks(
+                    genes_per_cell = self._join_ranks(
                         genes_per_cell,
                         other_lanes,
                         cells_by_rank[in_group],
                         cells_by_lane[in_group],
                     )
                 yield StepGroup(epoch, genes_per_cell, cells_by_rank[in_group], local_cells)
-                del local_cells  # its memory may be used for the next rank window
-                start += n_steps
+                del local_cells  # so that the next rank window can use its buffer again
+                n_yielded += n_steps
 
     def _count_cells(self, epoch: int, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """Count the cells that each step takes of each lane, for many steps at a time.
@@ -167,54 +173,53 @@ class StepReader:
         Lane l begins at its cell `lane_starts[l]`; `lane_starts`, `(lanes,)`, has all lanes.
         """
         order = self._orders.get(epoch)
-        windows = []
+        genes_by_window = []
         skipped = []
         for lane in self._other_lanes.tolist():
             position = int(lane_starts[lane])
-            window = order.find_window(lane, position)
-            skipped.append(position - int(order.window_offsets[lane][window]))
-            windows.append(self._iterate_window_genes(lane, epoch, window))
-        return GenesPerCellQueue(windows, skipped)
+            window_number = order.find_window(lane, position)
+            skipped.append(position - int(order.window_offsets[lane][window_number]))
+            genes_by_window.append(self._iterate_windows(lane, epoch, window_number))
+        return GenesPerCellQueue(genes_by_window, skipped)
 
-    def _iterate_window_genes(
-        self, lane: int, epoch: int, first_window: int
-    ) -> Iterator[np.ndarray]:
-        """Yield the number of genes of each cell of a lane, `(cells,)`, window after window.
+    def _iterate_windows(self, lane: int, epoch: int, first_number: int) -> Iterator[np.ndarray]:
+        """Yield the numbers of genes of a lane's cells, `(cells of a window,)`, window after window.
 
-        Begins at window `first_window` of `epoch`. Endless in training.
+        Begins at window number `first_number` of `epoch`. Endless in training.
         """
         if not self._orders.get(epoch).lane_cells[lane]:
             return  # the lane has no cells in any epoch: the loop would neither yield nor end
         while True:
             order = self._orders.get(epoch)
-            for window in range(first_window, order.n_windows(lane)):
-                genes_per_cell = count_genes(self._shards, order.window_spans(lane, window))
-                yield genes_per_cell[order.window_order(lane, window)]
+            for window_number in range(first_number, order.n_windows(lane)):
+                spans = order.window_spans(lane, window_number)
+                genes_per_cell = count_genes(self._shards, spans)
+                yield genes_per_cell[order.window_order(lane, window_number)]
             if not self._order_rule.options.is_training:
                 return
             epoch += 1
-            first_window = 0
+            first_number = 0
 
-    def _add_other_ranks(
+    def _join_ranks(
         self,
         local_genes_per_cell: np.ndarray,
         other_lanes: GenesPerCellQueue,
         cells_by_rank: np.ndarray,
         cells_by_lane: np.ndarray,
     ) -> np.ndarray:
-        """Return the number of genes of each cell of all ranks in some steps, by step and rank.
+        """Join the numbers of genes of the cells of all ranks in some steps, by step and rank.
 
-        `local_genes_per_cell` has those of this rank, by step; the others are taken from
+        `local_genes_per_cell` has the numbers of this rank, by step. The others are taken from
         `other_lanes`. `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are the
-        steps' numbers of cells.
+        numbers of cells of each step.
         """
         pieces = []
-        first_local = np.cumsum(cells_by_rank[:-1, self._rank])  # of each step after the first
+        # this rank's first cell of each step after the first
+        first_local = np.cumsum(cells_by_rank[:-1, self._rank])
         local_by_step = np.split(local_genes_per_cell, first_local)
-        for local, in_ranks, in_other_lanes in zip(
-            local_by_step, cells_by_rank, cells_by_lane[:, self._other_lanes]
-        ):
-            others = other_lanes.take(in_other_lanes)
-            n_lower = int(in_ranks[: self._rank].sum())  # cells of lower ranks
-            pieces += [others[:n_lower], local, others[n_lower:]]
+        n_lower = cells_by_rank[:, : self._rank].sum(1).tolist()  # cells of lower ranks, by step
+        cells_by_other_lane = cells_by_lane[:, self._other_lanes]
+        for local, n_before, lane_cells in zip(local_by_step, n_lower, cells_by_other_lane):
+            others = other_lanes.take(lane_cells)
+            pieces += [others[:n_before], local, others[n_before:]]
         return np.concatenate(pieces)

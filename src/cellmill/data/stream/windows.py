@@ -42,12 +42,13 @@ class ByteSpans(NamedTuple):
     shards: np.ndarray  # number of the shard in its split
     starts: np.ndarray  # first byte in the shard's packed bytes
     stops: np.ndarray  # byte after the last
-    targets: np.ndarray  # position of the first byte in the buffer
+    buffer_starts: np.ndarray  # position of the first byte in the rank window's buffer
 
     def split_by_shard(self, max_spans: int) -> Iterator[ByteSpans]:
         """Yield at most `max_spans` spans of one shard at a time, in the order of the shard's bytes."""
         spans = choose_rows(self, np.lexsort((self.starts, self.shards)))
         n_spans = len(spans.shards)
+        # of spans in shards 0, 0, 0, 1 and 1, at most two at a time: yields begin at 0, 2, 3 and 4
         first_of_shard = np.flatnonzero(np.diff(spans.shards)) + 1
         starts = np.union1d(np.arange(0, n_spans, max_spans), first_of_shard)
         for start, stop in pairwise([*starts.tolist(), n_spans]):
@@ -116,6 +117,27 @@ class RankWindow:
         return taken
 
 
+def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
+    """Count the genes of each cell of `spans`, `(cells,)` int64."""
+    # a span of n cells has n + 1 offsets: one per cell, and the end of the last
+    gene_offsets = np.concatenate(
+        [shards[shard].indptr[start : start + n + 1] for shard, start, n in iterate_rows(spans)],
+        dtype=np.int64,
+    )
+    return np.diff(gene_offsets)[_find_first_offsets(spans, offsets_per_cell=1)]
+
+
+def _find_first_offsets(spans: CellSpans, offsets_per_cell: int) -> np.ndarray:
+    """Find the index of each cell's first offset among the offsets of all spans, `(cells,)` int64.
+
+    Each span has the offsets of its cells, then its end. For cells a and b of one span and c of the
+    next, with two offsets per cell, these are `a a b b end c c end`: the cells begin at 0, 2 and 5.
+    """
+    cell_offsets = row_offsets(spans.cells_per_span)
+    n_earlier_ends = row_numbers(cell_offsets)  # one for each earlier span
+    return offsets_per_cell * np.arange(cell_offsets[-1]) + n_earlier_ends
+
+
 class WindowReader:
     """Reads the rank windows of the data rank that has `lanes`, with `io_threads` threads."""
 
@@ -139,33 +161,35 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_windows(self, epoch: int, lane_starts: np.ndarray) -> Iterator[RankWindow]:
-        """Start to read each rank window in turn, and yield it.
+        """Start to read each rank window in turn, and yield it. Endless in training.
 
-        Lane l begins at the window with its cell `lane_starts[l]`. `lane_starts`, `(lanes,)`, has all
-        lanes, also those of other ranks. Endless in training.
+        Lane l begins at the window that has its cell at position `lane_starts[l]`. `lane_starts`,
+        `(lanes,)`, has all lanes, also those of other ranks.
         """
         if not any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             return  # no epoch has cells in these lanes: the loop would neither yield nor end
         while True:
             order = self._orders.get(epoch)
-            windows_by_lane = {}
+            numbers_by_lane = {}  # numbers of the windows to read
             for lane in self._lanes:
                 first = order.find_window(lane, int(lane_starts[lane]))
-                windows_by_lane[lane] = range(first, order.n_windows(lane))
-            first_window = min(windows.start for windows in windows_by_lane.values())
-            stop_window = max(windows.stop for windows in windows_by_lane.values())
-            for window in range(first_window, stop_window):
-                lanes = [lane for lane, windows in windows_by_lane.items() if window in windows]
+                numbers_by_lane[lane] = range(first, order.n_windows(lane))
+            first_number = min(numbers.start for numbers in numbers_by_lane.values())
+            stop_number = max(numbers.stop for numbers in numbers_by_lane.values())
+            for window_number in range(first_number, stop_number):
+                lanes = [
+                    lane for lane, numbers in numbers_by_lane.items() if window_number in numbers
+                ]
                 if lanes:
-                    yield self._start_reading(order, lanes, window)
+                    yield self._start_reading(order, lanes, window_number)
             if not self._order_rule.options.is_training:
                 return
             epoch += 1
             lane_starts = np.zeros_like(lane_starts)
 
-    def _start_reading(self, order: EpochOrder, lanes: list[int], window: int) -> RankWindow:
-        """Start to read the rank window of number `window`, which `lanes` have."""
-        spans = CellSpans.join([order.window_spans(lane, window) for lane in lanes])
+    def _start_reading(self, order: EpochOrder, lanes: list[int], window_number: int) -> RankWindow:
+        """Start to read the rank window of number `window_number`, which `lanes` have."""
+        spans = CellSpans.join([order.window_spans(lane, window_number) for lane in lanes])
         byte_spans, packed = self._allocate(spans)
         max_spans = -(-len(spans.shards) // _TARGET_TASKS)
         reads = []
@@ -173,62 +197,64 @@ class WindowReader:
             shard = self._shards[int(task.shards[0])]
             reads.append(
                 self._pool.submit(
-                    shard.read_bytes, task.starts, task.stops, task.targets, packed.memory
+                    shard.read_bytes, task.starts, task.stops, task.buffer_starts, packed.memory
                 )
             )
-        return RankWindow(self._shuffle(order, lanes, window, spans, packed), reads)
+        return RankWindow(self._list_cells(order, lanes, window_number, spans, packed), reads)
 
-    def _shuffle(
+    def _list_cells(
         self,
         order: EpochOrder,
         lanes: list[int],
-        window: int,
+        window_number: int,
         spans: CellSpans,
         packed: PackedCells,
     ) -> StreamCells:
-        """Shuffle the cells of window number `window` of each of `lanes`; return them in stream order.
+        """List the cells of the rank window of number `window_number` in stream order.
 
-        `spans` are the windows' spans, lane after lane, and `packed` has their cells in the same order.
+        `spans` are the spans of its windows, lane after lane, and `packed` has their cells as they lie
+        in the spans.
         """
         steps = []
         lane_of_cell = []
-        shuffled_cells = []  # cells of `packed` in the shuffled order
+        packed_indices = []  # index in `packed` of each cell
         n_earlier = 0  # cells of earlier lanes
         for lane in lanes:
-            # the shuffled cells are at positions start:stop of the lane, which fix their steps
-            start, stop = order.window_offsets[lane][window : window + 2].tolist()
+            # a window has positions start:stop of its lane, which fix the steps of its shuffled cells
+            start, stop = order.window_offsets[lane][window_number : window_number + 2].tolist()
             steps.append(self._order_rule.find_steps(lane, np.arange(start, stop)))
             lane_of_cell.append(np.full(stop - start, lane))
-            shuffled_cells.append(n_earlier + order.window_order(lane, window))
+            packed_indices.append(n_earlier + order.window_order(lane, window_number))
             n_earlier += stop - start
-        # the cells of a span have consecutive ids
-        first_ids = self._shard_offsets[spans.shards] + spans.starts
-        positions = positions_in_rows(row_offsets(spans.cells_per_span))
-        ids = np.repeat(first_ids, spans.cells_per_span) + positions
-        shuffled = np.concatenate(shuffled_cells)
+        shuffled = np.concatenate(packed_indices)
         cells = StreamCells(
             order.epoch * self._order_rule.steps_per_epoch + np.concatenate(steps),
             np.concatenate(lane_of_cell),
-            ids[shuffled],
+            self._list_cell_ids(spans)[shuffled],
             packed.select(shuffled),
         )
         return cells.in_stream_order()
 
+    def _list_cell_ids(self, spans: CellSpans) -> np.ndarray:
+        """List the ids of the cells of `spans`, `(cells,)` int64: those of a span are consecutive."""
+        first_ids = self._shard_offsets[spans.shards] + spans.starts
+        positions = positions_in_rows(row_offsets(spans.cells_per_span))
+        return np.repeat(first_ids, spans.cells_per_span) + positions
+
     def _allocate(self, spans: CellSpans) -> tuple[ByteSpans, PackedCells]:
-        """Allocate a buffer that holds spans of cells, one after the other.
+        """Allocate a buffer for the packed cells of `spans`, span after span.
 
         Returns the bytes to read into it, and its cells in the order of the spans.
         """
-        # bytes of each cell in its shard
         gene_starts, count_starts, stops = self._find_bytes(spans)
-        # bytes of each span, in its shard and in the buffer
+        # a span begins with its first cell's genes, and stops with its last cell's counts
         cell_offsets = row_offsets(spans.cells_per_span)
         span_starts = gene_starts[cell_offsets[:-1]]
         span_stops = stops[cell_offsets[1:] - 1]
         buffer_offsets = row_offsets(span_stops - span_starts)
-        targets = buffer_offsets[:-1]
+        buffer_starts = buffer_offsets[:-1]
         # distance of each cell's bytes in the buffer from its bytes in the shard
-        shift = np.repeat(targets - span_starts, spans.cells_per_span)
+        shift = np.repeat(buffer_starts - span_starts, spans.cells_per_span)
         packed = PackedCells(
             recycled_empty(buffer_offsets[-1], np.uint8),
             gene_starts=gene_starts + shift,
@@ -236,7 +262,7 @@ class WindowReader:
             stops=stops + shift,
             lengths=count_genes(self._shards, spans),
         )
-        return ByteSpans(spans.shards, span_starts, span_stops, targets), packed
+        return ByteSpans(spans.shards, span_starts, span_stops, buffer_starts), packed
 
     def _find_bytes(self, spans: CellSpans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Find the packed bytes of each cell of `spans` in its shard.
@@ -244,7 +270,7 @@ class WindowReader:
         Returns the first byte of its genes, the first byte of its counts, and the byte after them,
         `(cells,)` int64 each.
         """
-        # a cell has two parts, its genes and its counts. A span has the offset of each, and of its end
+        # a span of n cells has 2 n + 1 offsets: of each cell's genes and counts, and of the span's end
         part_offsets = np.concatenate(
             [
                 self._shards[shard].part_offsets[2 * start : 2 * (start + n) + 1]
@@ -252,27 +278,5 @@ class WindowReader:
             ]
         ).astype(np.int64)
         part_offsets *= ALIGNMENT
-        first = index_cells(spans, offsets_per_cell=2)
+        first = _find_first_offsets(spans, offsets_per_cell=2)
         return part_offsets[first], part_offsets[first + 1], part_offsets[first + 2]
-
-
-def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
-    """Count the genes of each cell of `spans`, `(cells,)` int64."""
-    # a span has the offset of each cell's genes, and of its end
-    gene_offsets = np.concatenate(
-        [shards[shard].indptr[start : start + n + 1] for shard, start, n in iterate_rows(spans)],
-        dtype=np.int64,
-    )
-    return np.diff(gene_offsets)[index_cells(spans, offsets_per_cell=1)]
-
-
-def index_cells(spans: CellSpans, offsets_per_cell: int) -> np.ndarray:
-    """Return the index of each cell's first offset among the offsets of all spans, `(cells,)` int64.
-
-    The offsets of the spans follow each other. Each span has those of its cells, and of its end. For
-    cells a and b of one span and c of the next, with two offsets per cell, these are `a a b b end c c
-    end`: the cells begin at 0, 2 and 5.
-    """
-    cell_offsets = row_offsets(spans.cells_per_span)
-    n_earlier_ends = row_numbers(cell_offsets)  # one for each earlier span
-    return offsets_per_cell * np.arange(cell_offsets[-1]) + n_earlier_ends
