@@ -185,7 +185,7 @@ def test_copies_lost_while_read_cost_one_warning(
 def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, first: int) -> None:
     stream = stream_of(manifest, None, rank=1, world=4)
     stream.load_state_dict(stream.state_dict() | {"epoch": first // 17, "step": first % 17})
-    named = [path.name for path in stream.list_shards({1}, first, first + 2)]
+    named = [path.name for path in stream.find_needed_shards({1}, first, first + 2)]
     cells: list[int] = []
     for batch in chain.from_iterable(islice(stream, 2)):
         cells += batch.cell_ids.tolist()
@@ -193,8 +193,8 @@ def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, 
     names = [shard.name for shard in manifest.splits["train"].shards]
     # the window's other cells are read too
     assert {names[cell // 100] for cell in cells} <= set(named)
-    assert len(stream.list_shards({1}, 0, 1)) < len(names)
-    assert [path.name for path in stream.list_shards({0, 1, 2, 3}, 0, 17)] == names
+    assert len(stream.find_needed_shards({1}, 0, 1)) < len(names)
+    assert [path.name for path in stream.find_needed_shards({0, 1, 2, 3}, 0, 17)] == names
 
 
 def test_a_lane_without_cells_in_the_steps_needs_no_shard() -> None:

@@ -71,7 +71,7 @@ class Staging:
         shards: dict[Path, str] = {}
         for stream in streams:
             if stream is not None:
-                shards |= stream.list_shards(self._data_ranks, step, stop)
+                shards |= stream.find_needed_shards(self._data_ranks, step, stop)
         paths = list(shards)
         # nodes begin at different shards, so that not all of them read the same file at once
         first = self._node * len(paths) // self._n_nodes

@@ -38,9 +38,10 @@ from cellmill.errors import ConfigError, DataError, as_yaml
 
 # groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
 _QUEUED_GROUPS = 3
+_END_OF_EPOCH = None  # result of a queued task after the last group
 _TOKENS_ONLY = BatchFields()
-# options of section `stream` that fix the order of cells: those of any run, and those of a run with weights
-_STREAM_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
+# options of section `stream` that fix the order of cells: in any run, and only in a run with weights
+_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
 _WEIGHT_OPTIONS = (
     "weight_by",
     "labelled_frac",
@@ -60,6 +61,59 @@ class SplitSource:
     # at most so many cells, the first in disk order; `stream.train_frac` may leave fewer. None for all
     max_cells: int | None = None
     copies: LocalCopies | None = None  # read instead of the shards once they are complete
+
+
+def _assert_options_fit(
+    order_options: OrderOptions,
+    token_options: Tokens,
+    micro_batch_rule: MicroBatchRule,
+    n_ranks: int,
+    manifest: Manifest,
+) -> None:
+    """Assert what the checks of a configuration and of its shards have made sure of."""
+    lanes = order_options.stream.lanes
+    assert lanes % n_ranks == 0, f"{lanes} lanes for {n_ranks} ranks"
+    assert order_options.global_batch % lanes == 0, (
+        f"{order_options.global_batch} cells in {lanes} lanes"
+    )
+    assert token_options.max_tokens <= micro_batch_rule.token_budget, (
+        f"{token_options.max_tokens} tokens for {micro_batch_rule}"
+    )
+    assert token_options.sequences == manifest.has_sequences, (
+        f"sequences in shards: {manifest.has_sequences}, in tokens: {token_options.sequences}"
+    )
+
+
+def _make_order_rule(manifest: Manifest, source: SplitSource, options: OrderOptions) -> OrderRule:
+    """Make the rule for the order of a split's cells; read their weights if options ask for them."""
+    stream = options.stream
+    entry = manifest.entry(source.split)
+    max_cells = entry.n_obs if source.max_cells is None else source.max_cells
+    cell_weights = None
+    if options.is_training:
+        max_cells = min(max_cells, stream.train_cells(entry.n_obs))
+        if stream.weights_column():
+            cell_weights = read_cell_weights(manifest, source.split, stream, max_cells)
+    return OrderRule(options, tuple(shard.n_obs for shard in entry.shards), max_cells, cell_weights)
+
+
+def _stream_options_in_state(stream: Stream, has_weights: bool) -> dict[str, Any]:
+    """Return, by name, the options of section `stream` that fix the order of cells.
+
+    Options of weights are None in a run without weights.
+    """
+    options = {name: getattr(stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
+    if not has_weights:
+        options |= dict.fromkeys(_WEIGHT_OPTIONS)
+    return options
+
+
+def _options_in_state(order_rule: OrderRule) -> dict[str, Any]:
+    """Return, by name, the options that `state_dict` has because they fix the order of cells."""
+    options = order_rule.options
+    has_weights = order_rule.cell_weights is not None
+    stream_options = _stream_options_in_state(options.stream, has_weights)
+    return {"seed": options.seed, **stream_options, "global_batch": options.global_batch}
 
 
 class CellStream:
@@ -98,19 +152,8 @@ class CellStream:
         n_ranks = data_rank.n_ranks
         stream_options = order_options.stream
         is_training = order_options.is_training
-        assert stream_options.lanes % n_ranks == 0, (
-            f"{stream_options.lanes} lanes for {n_ranks} ranks"
-        )
-        assert order_options.global_batch % stream_options.lanes == 0, (
-            f"{order_options.global_batch} cells in {stream_options.lanes} lanes"
-        )
-        assert token_options.max_tokens <= micro_batch_rule.token_budget, (
-            f"{token_options.max_tokens} tokens for {micro_batch_rule}"
-        )
         manifest = Manifest.read(manifest_path)
-        assert token_options.sequences == manifest.has_sequences, (
-            f"sequences in shards: {manifest.has_sequences}, in tokens: {token_options.sequences}"
-        )
+        _assert_options_fit(order_options, token_options, micro_batch_rule, n_ranks, manifest)
         # this compares the manifest's sizes with the index files, before arrays of these sizes are allocated
         self._shards = open_shards(manifest, split, source.copies)
         shards = manifest.entry(split).shards
@@ -126,7 +169,7 @@ class CellStream:
         weight_columns = stream_options.weights_column() if is_training else {}
         columns_with_levels = sorted({*fields.level_columns, *weight_columns})
         self.fingerprint = manifest.fingerprint_with(columns_with_levels, fields.number_columns)
-        self._reader = StepReader(
+        self._step_reader = StepReader(
             self._shards, self._order_rule, data_rank, stream_options.io_threads
         )
         # without training, the tokens drawn are the same for every seed
@@ -163,12 +206,12 @@ class CellStream:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
-        groups = self._reader.read_steps(self._epoch, self._step)
+        groups = self._step_reader.read_steps(self._epoch, self._step)
         # lazy: each `next` reads and tokenizes a group, and returns the micro-batches of its steps
         tokenized = map(self._maker.make_micro_batches, groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
-        queue = deque(pool.submit(next, tokenized, None) for _ in range(_QUEUED_GROUPS))
+        queue = deque(pool.submit(next, tokenized, _END_OF_EPOCH) for _ in range(_QUEUED_GROUPS))
         # `_stop_tokenizing` ends this iteration from outside, between two `yield` or in another thread:
         # queued tasks are then cancelled, `submit` raises RuntimeError, and `self._pool` is another
         try:
@@ -177,10 +220,10 @@ class CellStream:
                     batches_by_step = queue.popleft().result()
                 except CancelledError:
                     return
-                if batches_by_step is None:  # the epoch has ended
+                if batches_by_step is _END_OF_EPOCH:
                     return
                 with suppress(RuntimeError):
-                    queue.append(pool.submit(next, tokenized, None))
+                    queue.append(pool.submit(next, tokenized, _END_OF_EPOCH))
                 for batches in batches_by_step:
                     if self._pool is not pool:
                         return
@@ -201,7 +244,7 @@ class CellStream:
         return {
             "epoch": self._epoch,
             "step": self._step,
-            **_order_options(self._order_rule),
+            **_options_in_state(self._order_rule),
             "fingerprint": self.fingerprint,
         }
 
@@ -217,17 +260,23 @@ class CellStream:
                 "expected a stream for training, got one that reads its split from the start; load the state "
                 "into a stream for training (split train of a TensorStream)"
             )
-        # a state of an earlier version may lack an option; that version ordered cells as the option's
-        # default does
+        # an option that a state of an earlier version lacks had the effect of its default
         has_weights = state.get("weight_by") is not None
-        state = _stream_order_options(Stream.model_validate({}), has_weights) | state
+        state = _stream_options_in_state(Stream.model_validate({}), has_weights) | state
+        self._check_state(state)
+        self._stop_tokenizing()
+        self._epoch = int(state["epoch"])
+        self._step = int(state["step"])
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise the errors of `load_state_dict` for a state that this stream cannot continue."""
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise DataError(
                 f"expected a state that state_dict has returned for this split, got one without {min(missing)}; "
                 "load another checkpoint, or start a new run"
             )
-        for name, now in _order_options(self._order_rule).items():
+        for name, now in _options_in_state(self._order_rule).items():
             before = state[name]
             if before != now:
                 section = "train" if name in ("seed", "global_batch") else "stream"
@@ -250,27 +299,24 @@ class CellStream:
                 f"expected a state of step 0 to {self.steps_per_epoch - 1:,} of an epoch, got step {step:,} of epoch "
                 f"{epoch:,}; load one that state_dict has returned for this split"
             )
-        self._stop_tokenizing()
-        self._epoch = epoch
-        self._step = step
 
     def name_cells(self, cell_ids: np.ndarray) -> list[str]:
         """Name cells by id; see `data.shards.reader.name_cells`."""
         return name_cells(self._shards, cell_ids)
 
-    def list_shards(
+    def find_needed_shards(
         self, ranks: Collection[int], global_start: int, global_stop: int
     ) -> dict[Path, str]:
-        """Return the SHA-256, by path, of the shards that data ranks `ranks` need.
+        """Find the shards that data ranks `ranks` need; return the SHA-256 of each by path.
 
-        In training, for the global steps `global_start:global_stop`; else for all steps of the epoch.
+        In training, these are the shards for global steps `global_start:global_stop`, else for the epoch.
         """
         per_epoch = self.steps_per_epoch
         if not self._order_rule.options.is_training:
             global_start = 0
             global_stop = per_epoch
-        lanes = self._reader.lanes_by_rank[[*ranks]].ravel().tolist()
-        needed = set[int]()  # numbers of shards
+        lanes = self._step_reader.lanes_by_rank[[*ranks]].ravel().tolist()
+        needed = set[int]()  # numbers of the shards
         for epoch in range(global_start // per_epoch, -(-global_stop // per_epoch)):
             start = max(global_start - epoch * per_epoch, 0)
             stop = min(global_stop - epoch * per_epoch, per_epoch)
@@ -285,10 +331,9 @@ class CellStream:
         """End all threads; may be called at any time, and again."""
         self._closed = True
         self._stop_tokenizing()
-        self._reader.close()
-        self._shards[
-            0
-        ].close()  # closes the files of all shards, which share one cache of open files
+        self._step_reader.close()
+        # the shards share one cache of open files, so this closes the files of all
+        self._shards[0].close()
 
     def _stop_tokenizing(self) -> None:
         """End the current iteration: end the thread that tokenizes for it, and wait for it."""
@@ -296,35 +341,3 @@ class CellStream:
         self._pool = None
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-
-
-def _make_order_rule(manifest: Manifest, source: SplitSource, options: OrderOptions) -> OrderRule:
-    """Make the rule for the order of a split's cells; read their weights if options ask for them."""
-    stream = options.stream
-    entry = manifest.entry(source.split)
-    max_cells = entry.n_obs if source.max_cells is None else source.max_cells
-    cell_weights = None
-    if options.is_training:
-        max_cells = min(max_cells, stream.train_cells(entry.n_obs))
-        if stream.weights_column():
-            cell_weights = read_cell_weights(manifest, source.split, stream, max_cells)
-    return OrderRule(options, tuple(shard.n_obs for shard in entry.shards), max_cells, cell_weights)
-
-
-def _order_options(order_rule: OrderRule) -> dict[str, Any]:
-    """Return the options of sections `stream` and `train` that fix the order of cells, by name."""
-    options = order_rule.options
-    has_weights = order_rule.cell_weights is not None
-    stream_options = _stream_order_options(options.stream, has_weights)
-    return {"seed": options.seed, **stream_options, "global_batch": options.global_batch}
-
-
-def _stream_order_options(stream: Stream, has_weights: bool) -> dict[str, Any]:
-    """Return the options of section `stream` that fix the order of cells, by name.
-
-    Options of weights are None in a run without weights.
-    """
-    options = {name: getattr(stream, name) for name in _STREAM_ORDER_OPTIONS + _WEIGHT_OPTIONS}
-    if not has_weights:
-        options |= dict.fromkeys(_WEIGHT_OPTIONS)
-    return options
