@@ -23,7 +23,7 @@ class FieldAxis:
 _PER_TOKEN = {"axis": FieldAxis("token")}
 _PER_CELL = {"axis": FieldAxis("cell")}
 _PER_CELL_PAD_NAN = {"axis": FieldAxis("cell", pad=nan)}
-_PER_CELL_PAD_NO_ID = {"axis": FieldAxis("cell", pad=-1)}
+_PER_CELL_PAD_MINUS_ONE = {"axis": FieldAxis("cell", pad=-1)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Batch:
     # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
     cu_seqlens: Array
     # (cells,) int64: index of each cell in its split or file
-    cell_ids: Array = field(metadata=_PER_CELL_PAD_NO_ID)
+    cell_ids: Array = field(metadata=_PER_CELL_PAD_MINUS_ONE)
     # (tokens,) int64: the gene's count in the cell, or 0; None unless the objective needs it
     counts: Array | None = field(default=None, metadata=_PER_TOKEN)
     # (cells, columns) int32: level codes of obs columns, 0 unknown

@@ -34,7 +34,7 @@ class BatchFields:
     teacher_folder: str | None = None
 
     def open_cell_arrays(self, manifest: Manifest, split: str) -> dict[str, Any]:
-        """Open the arrays over all cell ids from which batches get their fields per cell, by field."""
+        """Open, for each of these fields per cell, the array of its values for all cells of the split."""
         arrays: dict[str, Any] = {}
         if self.level_columns:
             arrays["levels"] = CellColumns(manifest, split, "levels", self.level_columns)
@@ -74,7 +74,7 @@ class BatchMaker:
         batches_by_step = []
         for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches):
             n_empty = n_batches - n_filled
-            batches_by_step.append([*islice(filled, n_filled), *[self._empty_batch] * n_empty])
+            batches_by_step.append(list(islice(filled, n_filled)) + [self._empty_batch] * n_empty)
         return batches_by_step
 
     def _make_filled(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:

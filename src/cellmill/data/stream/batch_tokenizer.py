@@ -18,10 +18,22 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer, tokenize_to_batch
 from cellmill.errors import DataError
 
-_UNDETECTED_KEY = np.uint64(
-    0x5A45524F
-)  # in the keys that draw undetected genes: any constant, here "ZERO" in ASCII
+# in the keys that draw undetected genes: any constant, here "ZERO" in ASCII
+_UNDETECTED_KEY = np.uint64(0x5A45524F)
 _NO_LIMIT = 2**31 - 1  # a `max_tokens` above the number of genes of any cell
+
+
+def _round_down(numbers: Any) -> Any:
+    """Round down to integers; a number just below an integer by a rounding error becomes that integer.
+
+    1000 * (1 - 0.8) is 199.99999999999997, and becomes 200.
+    """
+    return np.floor(np.round(numbers, 6))
+
+
+def _max_detected(options: Tokens) -> int:
+    """Return the largest number of tokens of detected genes in a cell."""
+    return max(1, int(_round_down(options.max_tokens * (1 - options.zero_frac))))
 
 
 def count_detected_and_undetected(
@@ -50,17 +62,27 @@ def find_max_tokens_without_cuts(options: Tokens, genes_in_cell: int) -> int:
     return max_tokens
 
 
-def _max_detected(options: Tokens) -> int:
-    """Return the largest number of tokens of detected genes in a cell."""
-    return max(1, int(_round_down(options.max_tokens * (1 - options.zero_frac))))
+def _find_smallest(values: np.ndarray, n: int) -> np.ndarray:
+    """Find the indices of the `n` smallest values, in any order."""
+    return np.argpartition(values, n - 1)[:n]
 
 
-def _round_down(numbers: Any) -> Any:
-    """Round down to integers; a number just below an integer by a rounding error becomes that integer.
+def _draw_undetected(
+    cells: SparseCounts, n_drawn: np.ndarray, keys: np.ndarray, n_genes: int
+) -> np.ndarray:
+    """Draw `n_drawn`, `(cells,)`, undetected genes for each cell by its key.
 
-    1000 * (1 - 0.8) is 199.99999999999997, and becomes 200.
+    Returns their rows in the vocabulary, `(n_drawn.sum(),)` int64, which ascend within a cell.
     """
-    return np.floor(np.round(numbers, 6))
+    offsets, genes, _ = cells
+    all_genes = np.arange(n_genes, dtype=np.uint64)
+    drawn = [np.empty(0, np.int64)]
+    for cell in np.flatnonzero(n_drawn).tolist():
+        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _UNDETECTED_KEY) ^ all_genes)
+        # detected genes come last, so they are not drawn
+        draws[genes[offsets[cell] : offsets[cell + 1]]] = np.iinfo(np.uint64).max
+        drawn.append(np.sort(_find_smallest(draws, n_drawn[cell])))
+    return np.concatenate(drawn)
 
 
 class BatchTokenizer:
@@ -91,15 +113,18 @@ class BatchTokenizer:
         self._tokenizer: Tokenizer = options.load()(tokenizer_options)
         self.dtype = self._tokenizer.dtype
 
-    def max_genes(self, with_counts: bool) -> int | None:
-        """Return how many genes of each cell must be read; None for all of them and their counts."""
-        reads_all = with_counts or self._chooses_genes or self._tokenizer.needs_counts
-        return None if reads_all else self._options.max_tokens
+    def max_genes_to_unpack(self, with_counts: bool) -> int | None:
+        """Return how many genes of each cell `make_batch` needs, if it needs no counts.
 
-    def max_genes_in_any_order(self) -> int | None:
-        """Return the most genes that a cell may have in any order. With more, they must be in rank order.
+        None: it needs all genes and their counts.
+        """
+        needs_counts = with_counts or self._chooses_genes or self._tokenizer.needs_counts
+        return None if needs_counts else self._options.max_tokens
 
-        None if tokens never depend on their order.
+    def max_unsorted_genes(self) -> int | None:
+        """Return the number of genes above which those of a cell must be in rank order.
+
+        0: in every cell. None: in no cell.
         """
         if self._options.value_kind == "place":
             return 0
@@ -138,6 +163,7 @@ class BatchTokenizer:
         n_tokens = n_detected + n_undetected
         token_offsets = row_offsets(n_tokens)
         positions = positions_in_rows(token_offsets)
+        # tokens of two detected genes and one undetected gene: True, True, False
         is_detected = positions < np.repeat(n_detected, n_tokens)
         token_ids = np.empty(len(is_detected), np.int32)
         token_ids[is_detected] = all_token_ids[chosen]
@@ -161,7 +187,7 @@ class BatchTokenizer:
         offsets, genes, counts = cells
         hashes = splitmix64(genes.astype(np.uint64) ^ splitmix64(counts.astype(np.uint64)))
         # sum the hashes of each cell modulo 2**64
-        total = np.zeros(len(hashes) + 1, np.uint64)
+        total = np.zeros(len(hashes) + 1, np.uint64)  # of the hashes before each gene
         hashes.cumsum(out=total[1:])
         sums = total[offsets[1:]] - total[offsets[:-1]]
         seed = np.array([self._seed], np.uint64)
@@ -188,26 +214,3 @@ class BatchTokenizer:
             is_chosen[start:stop] = False
             is_chosen[start + _find_smallest(priority, n_chosen[cell])] = True
         return np.flatnonzero(is_chosen)
-
-
-def _draw_undetected(
-    cells: SparseCounts, n: np.ndarray, keys: np.ndarray, n_genes: int
-) -> np.ndarray:
-    """Draw `n`, `(cells,)`, undetected genes for each cell by its key.
-
-    Returns their rows in the vocabulary, `(n.sum(),)` int64, which ascend within a cell.
-    """
-    offsets, genes, _ = cells
-    all_genes = np.arange(n_genes, dtype=np.uint64)
-    drawn = [np.empty(0, np.int64)]
-    for cell in np.flatnonzero(n).tolist():
-        draws = splitmix64(splitmix64(keys[cell : cell + 1] ^ _UNDETECTED_KEY) ^ all_genes)
-        # detected genes come last, so they are not drawn
-        draws[genes[offsets[cell] : offsets[cell + 1]]] = np.iinfo(np.uint64).max
-        drawn.append(np.sort(_find_smallest(draws, n[cell])))
-    return np.concatenate(drawn)
-
-
-def _find_smallest(values: np.ndarray, n: int) -> np.ndarray:
-    """Find the indices of the `n` smallest values, in any order."""
-    return np.argpartition(values, n - 1)[:n]

@@ -47,36 +47,6 @@ class RankTokenizer(FirstGenesTokenizer):
         return make_position_tokens(self._keep(cells))
 
 
-class BinnedTokenizer(FirstGenesTokenizer):
-    """Values are bins from 1, int32, of counts in a cell or of log(1 + counts per 10,000)."""
-
-    dtype = np.dtype(np.int32)
-    needs_counts = True
-
-    def __init__(self, options: BinnedTokens) -> None:
-        super().__init__(options)
-        # inner edges, `(bins - 1,)`; None if each cell has its own
-        self._edges: np.ndarray | None = None
-        if options.binning == "uniform":
-            self._edges = np.linspace(0, options.max_value, options.bins + 1)[1:-1]
-        elif options.binning == "quantile_corpus":
-            if options.edges is None:
-                raise ConfigError(
-                    "tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges"
-                )
-            self._edges = np.array(options.edges)
-
-    def tokenize(self, cells: SparseCounts) -> CellTokens:
-        kept = self._keep(cells)
-        if self._edges is None:
-            bins = _bin_cells(cells, self._options.bins)
-            return CellTokens(kept.token_ids(), kept.select(bins, np.int32), kept.cu_seqlens)
-        token_ids, values, cu_seqlens = make_log_tokens(kept)
-        # a value at an edge is in the bin above it
-        bins = 1 + np.searchsorted(self._edges, values, side="right")
-        return CellTokens(token_ids, bins.astype(np.int32), cu_seqlens)
-
-
 def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
     """Find the quantile bin, 1 to `bins`, of each nonzero count of one cell, `(nonzeros,)` int32.
 
@@ -85,35 +55,6 @@ def bin_counts(counts: np.ndarray, bins: int) -> np.ndarray:
     """
     quantiles = np.quantile(counts, np.linspace(0, 1, bins))
     return np.digitize(counts, quantiles).astype(np.int32)
-
-
-def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
-    """Do the same as `bin_counts` for every cell, without a sort or a search per nonzero.
-
-    Each cell has a table, whose entry i stands for count i, from 0 to the cell's largest count. The
-    tables of all cells are one array, `(entries,)`. Returns `(nonzeros,)` int32.
-    """
-    offsets, _, counts = cells
-    lengths = cells.lengths
-    filled = np.flatnonzero(lengths)
-    if not len(filled):
-        return np.empty(0, np.int32)
-    largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
-    sizes = largest + 1  # entries of each cell's table
-    if int(sizes.sum()) > _MAX_ENTRIES:
-        by_cell = np.split(counts, offsets[1:-1])
-        return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
-    # entry of each nonzero in the tables of all cells, `(nonzeros,)`
-    n_nonzeros = lengths[filled]
-    table_offsets = row_offsets(sizes)
-    entry = np.repeat(table_offsets[:-1], n_nonzeros)
-    # counts may be uint64, which `+=` refuses to add to int64
-    np.add(entry, counts, out=entry, dtype=np.int64, casting="unsafe")
-    # number of nonzeros up to and including each entry, over all cells, `(entries,)`
-    n_by_entry = np.bincount(entry, minlength=int(table_offsets[-1]))
-    n_cumulative = np.cumsum(n_by_entry)
-    quantiles = _compute_quantiles(n_cumulative, table_offsets[:-1, None], n_nonzeros, bins)
-    return _count_reached(quantiles, table_offsets)[entry]
 
 
 def _compute_quantiles(
@@ -152,3 +93,63 @@ def _count_reached(quantiles: np.ndarray, table_offsets: np.ndarray) -> np.ndarr
     # subtract the quantiles of earlier cells
     reached -= np.repeat(np.arange(n_cells) * bins, np.diff(table_offsets))
     return reached.astype(np.int32)
+
+
+def _bin_cells(cells: SparseCounts, bins: int) -> np.ndarray:
+    """Do the same as `bin_counts` for every cell, without a sort or a search per nonzero.
+
+    Each cell has a table, whose entry i stands for count i, from 0 to the cell's largest count. The
+    tables of all cells are one array, `(entries,)`. Returns `(nonzeros,)` int32.
+    """
+    offsets, _, counts = cells
+    lengths = cells.lengths
+    filled = np.flatnonzero(lengths)
+    if not len(filled):
+        return np.empty(0, np.int32)
+    largest = np.maximum.reduceat(counts, offsets[:-1][filled]).astype(np.int64)
+    sizes = largest + 1  # entries of each cell's table
+    if int(sizes.sum()) > _MAX_ENTRIES:
+        by_cell = np.split(counts, offsets[1:-1])
+        return np.concatenate([bin_counts(cell, bins) for cell in by_cell if len(cell)])
+    # entry of each nonzero in the tables of all cells, `(nonzeros,)`. Cells with counts (1, 3) and (2)
+    # have tables of 4 and 3 entries; their nonzeros are entries 1, 3 and 4 + 2
+    n_nonzeros = lengths[filled]
+    table_offsets = row_offsets(sizes)
+    entry = np.repeat(table_offsets[:-1], n_nonzeros)
+    # counts may be uint64, which `+=` refuses to add to int64
+    np.add(entry, counts, out=entry, dtype=np.int64, casting="unsafe")
+    # number of nonzeros up to and including each entry, over all cells, `(entries,)`
+    n_by_entry = np.bincount(entry, minlength=int(table_offsets[-1]))
+    n_cumulative = np.cumsum(n_by_entry)
+    quantiles = _compute_quantiles(n_cumulative, table_offsets[:-1, None], n_nonzeros, bins)
+    return _count_reached(quantiles, table_offsets)[entry]
+
+
+class BinnedTokenizer(FirstGenesTokenizer):
+    """Values are bins from 1, int32, of counts in a cell or of log(1 + counts per 10,000)."""
+
+    dtype = np.dtype(np.int32)
+    needs_counts = True
+
+    def __init__(self, options: BinnedTokens) -> None:
+        super().__init__(options)
+        # inner edges, `(bins - 1,)`; None if each cell has its own
+        self._edges: np.ndarray | None = None
+        if options.binning == "uniform":
+            self._edges = np.linspace(0, options.max_value, options.bins + 1)[1:-1]
+        elif options.binning == "quantile_corpus":
+            if options.edges is None:
+                raise ConfigError(
+                    "tokens.binning quantile_corpus: no edges are fitted; give them as tokens.edges"
+                )
+            self._edges = np.array(options.edges)
+
+    def tokenize(self, cells: SparseCounts) -> CellTokens:
+        kept = self._keep(cells)
+        if self._edges is None:
+            bins = _bin_cells(cells, self._options.bins)
+            return CellTokens(kept.token_ids(), kept.select(bins, np.int32), kept.cu_seqlens)
+        token_ids, values, cu_seqlens = make_log_tokens(kept)
+        # a value at an edge is in the bin above it
+        bins = 1 + np.searchsorted(self._edges, values, side="right")
+        return CellTokens(token_ids, bins.astype(np.int32), cu_seqlens)

@@ -125,9 +125,9 @@ def read_cell_weights(
     manifest: Manifest, split: str, stream: Stream, max_cells: int | None = None
 ) -> CellWeights:
     """Read the weights of a split's first `max_cells` cells, by the obs column `stream.weight_by`."""
-    columns = manifest.levels(stream.weights_column())
-    codes = CellColumns(manifest, split, "levels", columns)[:max_cells][:, 0]
-    [levels] = columns.values()
+    levels_by_column = manifest.levels(stream.weights_column())  # of one column
+    codes = CellColumns(manifest, split, "levels", levels_by_column)[:max_cells][:, 0]
+    [levels] = levels_by_column.values()
     if stream.labelled_frac is not None and MISSING in levels:
         codes = np.where(codes == levels.index(MISSING) + 1, 0, codes)
     return CellWeights(codes, stream)

@@ -41,19 +41,20 @@ class MicroBatchRule:
         of all ranks from them, so ranks agree on their number without communication.
         """
         # numbers of micro-batches that each rank fills greedily, (steps, ranks)
-        n_greedy = count_greedy_batches(n_tokens, cells_by_rank.ravel(), self.token_budget)
-        n_greedy = n_greedy.reshape(cells_by_rank.shape)
+        n_greedy_batches = count_greedy_batches(
+            n_tokens, cells_by_rank.ravel(), self.token_budget
+        ).reshape(cells_by_rank.shape)
         # numbers of micro-batches on every rank, (steps,)
-        n_needed = np.maximum(n_greedy.max(1), self.min_per_step)
+        n_needed = np.maximum(n_greedy_batches.max(1), self.min_per_step)
         n_batches: list[int] = (-(-n_needed // self.multiple_of) * self.multiple_of).tolist()
         # in `n_tokens`, this rank's cells of each step are starts:stops
         stops = cells_by_rank.cumsum().reshape(cells_by_rank.shape)[:, rank]
         starts = stops - cells_by_rank[:, rank]
         offsets = [0]  # these number only this rank's cells
         n_filled = []
-        steps = zip(starts.tolist(), stops.tolist(), n_greedy[:, rank].tolist(), n_batches)
-        for start, stop, n_greedy_of_step, n_batches_of_step in steps:
-            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy_of_step, n_batches_of_step)
+        steps = zip(starts.tolist(), stops.tolist(), n_greedy_batches[:, rank].tolist(), n_batches)
+        for start, stop, n_greedy, max_batches in steps:
+            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy, max_batches)
             first_cell = offsets[-1]
             offsets += [first_cell + offset for offset in step_offsets[1:]]
             n_filled.append(len(step_offsets) - 1)
@@ -66,7 +67,7 @@ class MicroBatchRule:
         """
         if self.multiple_of > 1 or self.min_per_step > 1:
             return cut_evenly(n_tokens, max_batches)
-        if n_greedy == 1:
+        if n_greedy == 1:  # all cells fit into one
             return [0, len(n_tokens)]
         return cut_greedily(n_tokens, self.token_budget)
 
@@ -75,7 +76,7 @@ def cut_greedily(sizes: np.ndarray, budget: int) -> list[int]:
     """Cut items in order into groups of a total size of at most `budget`, filled greedily.
 
     `sizes` is `(items,)`. An item above the budget is a group by itself. Returns the offsets of the
-    groups, `[0, ..., items]`.
+    groups, `[0, ..., items]`: with a budget of 10, sizes 5, 5, 1, 9 and 4 give `[0, 2, 4, 5]`.
     """
     total = sizes.cumsum()
     offsets = [0]

@@ -19,10 +19,11 @@ class CellTokens(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Implementation of the options `config.parts.tokens.Tokens`: pure, and vectorised over cells.
+    """Turns the genes of cells into tokens: pure, and vectorised over cells.
 
-    The tokens of a cell are its first `max_tokens` genes, in the cell's order. If `BatchTokenizer`
-    chooses genes (`truncation` other than top, or `zero_frac`), `max_tokens` exceeds every cell.
+    It implements the options `config.parts.tokens.Tokens`, and is constructed with them. The tokens of
+    a cell are its first `max_tokens` genes, in the cell's order. `BatchTokenizer` may choose genes itself
+    (`truncation` other than top, or `zero_frac`). It then sets a `max_tokens` that cuts no cell.
     """
 
     dtype: np.dtype  # dtype of the values
@@ -32,12 +33,14 @@ class Tokenizer(Protocol):
     def tokenize(self, cells: SparseCounts) -> CellTokens:
         """Turn the genes of cells into tokens. Genes are rows of the vocabulary.
 
-        The genes of a cell are in rank order if its tokens depend on their order: with values of kind
-        `place`, and with `truncation: top` if the cell has more genes than are kept (`max_tokens`, less
-        with `zero_frac`). The genes of other cells may be in any order. Sequences are in their own
-        order.
+        The genes of a cell are in rank order in two cases. Otherwise they may be in any order.
 
-        Counts are above 0. They may be None unless `needs_counts`.
+        - The value kind is `place`.
+        - `truncation` is top, and the cell has more genes than are kept: `max_tokens`, or fewer with
+          `zero_frac`.
+
+        The residues of a sequence are always in their own order. Counts are above 0. They may be None
+        unless `needs_counts`.
         """
 
 

@@ -35,12 +35,11 @@ class CellUnpacker:
         self._max_genes: int | None = None
         # None: genes stay in the order in which they are stored
         self._rank_order: RankOrder | None = None
+        max_unsorted_genes = tokenizer.max_unsorted_genes()
         if manifest.gene_order == "rank":
-            self._max_genes = tokenizer.max_genes(with_counts)
-            return
-        # genes are stored by their number: to find the first in rank order, all are sorted by counts
-        max_unsorted_genes = tokenizer.max_genes_in_any_order()
-        if max_unsorted_genes is not None:
+            self._max_genes = tokenizer.max_genes_to_unpack(with_counts)
+        elif max_unsorted_genes is not None:
+            # genes are stored in the order of the vocabulary; larger cells are put in rank order
             medians = read_medians(shards[0].path)
             self._rank_order = RankOrder(inverse_medians(medians), max_unsorted_genes)
 
