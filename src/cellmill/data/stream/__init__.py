@@ -13,6 +13,7 @@ run's tokenizer and builds a batch from its tokens.
 - part: the genes, or the counts, of a packed cell
 - span: consecutive cells of one shard, or their bytes
 - block, lane, window: how cells are shuffled and divided; `order` defines them
+- window number: windows of a lane are numbered from 0 in each epoch
 - rank window: window number k of every lane of a data rank, read into one buffer
 - step: step of an epoch, from 0; a `global_step` counts the steps of earlier epochs too
 - order: the order of cells; the genes in a cell have a `gene_order`

@@ -178,7 +178,7 @@ class CellStream:
             token_options, manifest.n_genes, draws_seed, manifest.variability
         )
         unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
-        self._maker = BatchMaker(
+        self._batch_maker = BatchMaker(
             micro_batch_rule,
             data_rank.rank,
             unpacker,
@@ -208,7 +208,7 @@ class CellStream:
         self._stop_tokenizing()
         groups = self._step_reader.read_steps(self._epoch, self._step)
         # lazy: each `next` reads and tokenizes a group, and returns the micro-batches of its steps
-        tokenized = map(self._maker.make_micro_batches, groups)
+        tokenized = map(self._batch_maker.make_micro_batches, groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
         queue = deque(pool.submit(next, tokenized, _END_OF_EPOCH) for _ in range(_QUEUED_GROUPS))

@@ -56,8 +56,8 @@ class RankWindowQueue:
     def _count_group_steps(self, global_step: int, cells_per_step: np.ndarray) -> int:
         """Count the steps to take together, at least one.
 
-        Steps are added until one has cells in the second rank window, which would make a copy of all
-        cells necessary, or until the total would exceed `_MAX_GROUP_CELLS`.
+        Steps are added until the next one has cells in the second rank window, so that the group would
+        be copied, or until the total would exceed `_MAX_GROUP_CELLS`.
         """
         if len(self._started) > 1:
             first_of_second = int(self._started[1].cells.global_steps[0])
@@ -66,7 +66,7 @@ class RankWindowQueue:
         return max(1, int(np.searchsorted(total, _MAX_GROUP_CELLS, side="right")))
 
     def _take_cells(self, global_step: int, n_steps: int, n_cells: int) -> StreamCells:
-        """Take the cells of `n_steps` steps from `global_step` on, which are `n_cells`."""
+        """Take the `n_cells` cells of `n_steps` steps from `global_step` on."""
         pieces = []  # one per rank window that has some of the cells
         n_left = n_cells
         index = 0
@@ -84,7 +84,7 @@ class RankWindowQueue:
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Consecutive steps of an epoch: one data rank's cells, and the sizes of the cells of all ranks."""
+    """Consecutive steps of an epoch: the cells of this data rank, and the numbers of genes of all."""
 
     epoch: int
     genes_per_cell: np.ndarray  # `(cells of all ranks,)`: number of genes, by step and rank
@@ -133,7 +133,7 @@ class StepReader:
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
             first_global_step = epoch * self._order_rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane[:, self.lanes_by_rank].sum(2)  # (steps, ranks)
-            n_yielded = 0  # steps
+            n_yielded = 0  # steps of `cells_by_lane`
             while n_yielded < len(cells_by_lane):
                 n_steps, local_cells = rank_windows.take_group(
                     first_global_step + n_yielded, cells_by_rank[n_yielded:, self._rank]

@@ -97,7 +97,7 @@ def tokenize_to_batch(
     tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
-        # the most tokens of a cell: this is the tokenizer's `max_tokens`, or no cell was cut
+        # a cell's tokens are its first genes: if any cell was cut, the longest has `max_tokens` tokens
         max_tokens = int(np.diff(tokens.cu_seqlens).max(initial=0))
         token_counts = KeptGenes(cells, max_tokens).select(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **cell_fields)

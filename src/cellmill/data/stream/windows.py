@@ -97,15 +97,15 @@ def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
 
 @dataclass
 class RankWindow:
-    """Window number k of every lane of a data rank that has one. Its bytes may still be read."""
+    """Window number k of every lane of a data rank that has one. Reading its bytes may not have ended."""
 
     cells: StreamCells  # in stream order
     reads: list[Future[None]]  # not yet waited for
 
     def take(self, global_step: int, n_steps: int) -> StreamCells:
-        """Return the cells of `n_steps` steps from `global_step` on, once their bytes are read.
+        """Return the cells of `n_steps` steps from `global_step` on; there may be none.
 
-        There may be none. Raises the errors of the reads.
+        Waits until their bytes are read, and raises the errors of the reads.
         """
         global_steps = [global_step, global_step + n_steps]
         start, stop = np.searchsorted(self.cells.global_steps, global_steps).tolist()
@@ -117,6 +117,17 @@ class RankWindow:
         return taken
 
 
+def _find_first_offsets(spans: CellSpans, offsets_per_cell: int) -> np.ndarray:
+    """Find where each cell's first offset is among the offsets of all spans, `(cells,)` int64.
+
+    Each span has the offsets of its cells, then its end. For cells a and b of one span and c of the
+    next, with two offsets per cell, these are `a a b b end c c end`: the cells begin at 0, 2 and 5.
+    """
+    cell_offsets = row_offsets(spans.cells_per_span)
+    n_earlier_ends = row_numbers(cell_offsets)  # one for each earlier span
+    return offsets_per_cell * np.arange(cell_offsets[-1]) + n_earlier_ends
+
+
 def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
     """Count the genes of each cell of `spans`, `(cells,)` int64."""
     # a span of n cells has n + 1 offsets: one per cell, and the end of the last
@@ -125,17 +136,6 @@ def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
         dtype=np.int64,
     )
     return np.diff(gene_offsets)[_find_first_offsets(spans, offsets_per_cell=1)]
-
-
-def _find_first_offsets(spans: CellSpans, offsets_per_cell: int) -> np.ndarray:
-    """Find the index of each cell's first offset among the offsets of all spans, `(cells,)` int64.
-
-    Each span has the offsets of its cells, then its end. For cells a and b of one span and c of the
-    next, with two offsets per cell, these are `a a b b end c c end`: the cells begin at 0, 2 and 5.
-    """
-    cell_offsets = row_offsets(spans.cells_per_span)
-    n_earlier_ends = row_numbers(cell_offsets)  # one for each earlier span
-    return offsets_per_cell * np.arange(cell_offsets[-1]) + n_earlier_ends
 
 
 class WindowReader:
