@@ -146,10 +146,10 @@ class BatchTokenizer:
         of its tokens if `with_counts`. `epoch` is a part of the key of draws.
         """
         if self._chooses_genes:
-            return self._choose_and_make_batch(cells, cell_ids, with_counts, epoch)
+            return self._make_batch_of_chosen_genes(cells, cell_ids, with_counts, epoch)
         return tokenize_to_batch(self._tokenizer, cells, cell_ids, with_counts)
 
-    def _choose_and_make_batch(
+    def _make_batch_of_chosen_genes(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool, epoch: int
     ) -> Batch:
         """Make the batch of chosen detected genes, then drawn undetected genes, of each cell."""

@@ -318,6 +318,7 @@ class CellStream:
         lanes = self._step_reader.lanes_by_rank[[*ranks]].ravel().tolist()
         needed = set[int]()  # numbers of the shards
         for epoch in range(global_start // per_epoch, -(-global_stop // per_epoch)):
+            # the steps start:stop of this epoch are among the global steps
             start = max(global_start - epoch * per_epoch, 0)
             stop = min(global_stop - epoch * per_epoch, per_epoch)
             epoch_order = make_epoch_order(self._order_rule, epoch)

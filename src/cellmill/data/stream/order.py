@@ -6,9 +6,9 @@
 
 Full blocks are dealt round-robin to the lanes. Blocks of an incomplete round, and all shorter blocks,
 are cut so that every lane gets a share. In training, the blocks are permuted before that. A step takes
-`lane_batch` cells of each lane, or with `equal_steps` an equal share of the epoch. It takes the same
-cells for any number of data ranks. The order is a function of (seed, epoch, lane, window), so any step
-is reached without replaying earlier ones.
+`step_cells_per_lane` cells of each lane, or with `equal_steps` an equal share of the epoch. It takes
+the same cells for any number of data ranks. The order is a function of (seed, epoch, lane, window), so
+any step is reached without replaying earlier ones.
 
 With `CellWeights`, some cells are read several times in an epoch, and others not at all. A block is
 then read in passes: pass k reads those of its cells that are read at least k times. The passes of all
@@ -96,14 +96,14 @@ class OrderRule:
         return total if self.max_cells is None else min(total, self.max_cells)
 
     @property
-    def lane_batch(self) -> int:
-        """Cells of a global batch that come from one lane."""
+    def step_cells_per_lane(self) -> int:
+        """Cells that a step takes of each lane, without `equal_steps`."""
         return self.options.global_batch // self.n_lanes
 
     @property
     def steps_per_epoch(self) -> int:
         longest = -(-self.n_cells // self.n_lanes)  # lanes differ by one cell at most
-        return -(-longest // self.lane_batch)
+        return -(-longest // self.step_cells_per_lane)
 
     @property
     def max_step_cells(self) -> int:
@@ -118,7 +118,7 @@ class OrderRule:
         If `step` is `steps_per_epoch`, these are all cells. Steps of shape `(n, 1)` give `(n, lanes)`.
         """
         if not self.options.stream.equal_steps:
-            return np.minimum(step * self.lane_batch, self.deal_to_lanes(self.n_cells))
+            return np.minimum(step * self.step_cells_per_lane, self.deal_to_lanes(self.n_cells))
         return self.deal_to_lanes(step * self.n_cells // self.steps_per_epoch)
 
     def find_steps(self, lane: int, positions: np.ndarray) -> np.ndarray:
@@ -127,7 +127,7 @@ class OrderRule:
         `positions`, `(cells,)`, are the positions of these cells in the lane.
         """
         if not self.options.stream.equal_steps:
-            return positions // self.lane_batch
+            return positions // self.step_cells_per_lane
         # cells are dealt one to each lane in turn: the number dealt up to and including each cell
         n_dealt = positions * self.n_lanes + lane + 1
         # the first step with (step + 1) * n_cells // steps_per_epoch >= n_dealt. If 4 steps take 10 cells,
