@@ -100,6 +100,33 @@ def test_votes_refusals_and_novelty_equal_those_of_loops(clustered: Context) -> 
     assert known.keys() == {row.method.name for row in result.rows}
 
 
+def test_a_verdict_names_the_role_that_is_left_out(clustered: Context) -> None:
+    roles = {**clustered.roles, "batch": clustered.roles["donor"]}
+    del roles["donor"]
+    metrics = {verdict.metric for verdict in run(replace(clustered, roles=roles)).verdicts}
+    assert "accuracy, batches not seen" in metrics
+    assert "accuracy, donors not seen" not in metrics
+
+
+def test_refusals_of_a_type_of_one_donor_are_not_counted(clustered: Context) -> None:
+    """A type that only the tested donor has is far from all others, so all its cells are refused."""
+    options = {"refuse_frac": 0.01, "max_types": 1}
+    row = "embedding + vote of donors"
+    before = run(clustered, **options).figures["refused_of_known_types"][row]
+    label = clustered.roles["label"].astype(str).to_numpy().astype(object)
+    vectors = clustered.vectors.copy()
+    is_new = (clustered.roles["donor"] == "d0").to_numpy() & (np.arange(len(label)) % 3 == 0)
+    label[is_new] = "unheard"
+    vectors[is_new] += 100
+    own_type = replace(
+        clustered,
+        vectors=vectors,
+        roles={**clustered.roles, "label": pd.Series(label, name="cell_type")},
+    )
+    after = run(own_type, **options).figures["refused_of_known_types"][row]
+    assert after == pytest.approx(before, abs=0.02)
+
+
 def test_references_of_a_regression_do_not_know_the_type(clustered: Context) -> None:
     noise = np.random.default_rng(1).normal(size=clustered.vectors.shape)
     mixed = replace(clustered, vectors=(0.3 * clustered.vectors + noise).astype(np.float32))

@@ -1,7 +1,8 @@
 """Task `map`: cells of left-out donors, mapped to an atlas of the other donors' cells.
 
-Known types are scored by accuracy, in which a refused cell is wrong. Then one type at a time is
-left out of the atlas, too. Two columns score its cells: the share that is refused, and the AUROC of
+All tested cells are scored by accuracy, in which a refused cell is wrong. So is a cell of a type that
+the atlas lacks, but `refused_of_known_types` does not count it. Then one type at a time is left out of
+the atlas, too. Two columns score its cells: the share that is refused, and the AUROC of
 their novelty against the novelty of other cells. Novelty is the distance to the atlas, or for a regression
 1 minus the highest probability. A cell is refused if its novelty is in the top `refuse_frac` of the
 novelty of fitted cells, each predicted without its donor. Labels that are terms of the Cell Ontology have
@@ -34,7 +35,13 @@ from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.seen.seen_cells import Seen
-from cellmill.evaluate.splits import Fold, explain_no_groups, split_donors, split_groups
+from cellmill.evaluate.splits import (
+    PLURALS,
+    Fold,
+    explain_no_groups,
+    split_donors,
+    split_groups,
+)
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.models.objectives.shared.calibration import softmax
 from cellmill.runs.results import ScoredMethod, TaskResult
@@ -138,23 +145,26 @@ class MapCells(Task):
         terms = find_terms(sorted(chosen.classes))
         predictions = ClassPredictions(labels, len(folds), _list_other_classes(labels, folds))
         new_types = NewTypeScores(len(folds), types)
-        n_refused: Counter[ScoredMethod] = Counter()
-        n_tested: Counter[ScoredMethod] = Counter()  # by a method that can refuse
+        # tested cells of types in the atlas, by a method that can refuse
+        n_known: Counter[ScoredMethod] = Counter()
+        n_known_refused: Counter[ScoredMethod] = Counter()
         with without_overhead():
             for fold, train, test in folds:
+                is_known = np.isin(labels[test], labels[train])
                 for source, values in features.items():
                     cells = LabelledVectors(np.asarray(values, np.float32), labels, donors)
                     mapped = self._map_cells(source, cells, train, test)
                     for method, result in mapped.items():
                         predictions.record("", fold, test, {method: result.labels})
                         if result.can_refuse:
-                            n_refused[method] += int(result.is_refused.sum())
-                            n_tested[method] += len(test)
+                            n_known[method] += int(is_known.sum())
+                            n_known_refused[method] += int(result.is_refused[is_known].sum())
                     for name in types:
                         mapped = self._map_new_type(source, cells, train, test, name)
                         for method, result in mapped.items():
                             new_types.record(fold, name, method, labels[test] == name, result)
-        columns = [predictions.column("", "accuracy", "accuracy", "accuracy, donors not seen")]
+        metric = f"accuracy, {PLURALS[role]} not seen"
+        columns = [predictions.column("", "accuracy", "accuracy", metric)]
         if terms is not None:
             columns.append(_make_credit_column(predictions))
         columns += new_types.columns()
@@ -163,7 +173,7 @@ class MapCells(Task):
             "types_left_out": ", ".join(types),
             "refuse_frac": config.refuse_frac,
             "refused_of_known_types": {
-                method.name: n_refused[method] / n for method, n in n_tested.items()
+                method.name: n_known_refused[method] / n for method, n in n_known.items() if n
             },
         }
         return tabulate(columns, figures)
