@@ -66,14 +66,23 @@ def _chosen(context: Context, min_cells: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_classes_too_small_in_a_draw_need_no_larger_test_split(context: Context) -> None:
     message = (
-        "expected two classes of cell_type or more with at least 50 of the 60 drawn cells (evaluate.folds), "
-        "got 0; lower evaluate.folds"
+        "expected at least two classes of cell_type with 50 or more of the 60 drawn cells each "
+        "(evaluate.folds), got 0; lower evaluate.folds"
     )
     assert labelled_cells(context, "probe", 50, "evaluate.folds").n_left_out == 0
     with pytest.raises(Skipped) as skipped:
         labelled_cells(context, "probe", 50, "evaluate.folds", max_cells=60)
     assert str(skipped.value) == message
     assert skipped.value.figures["n_left_out"] == context.scored.sum() - 60
+
+
+def test_few_shot_says_how_many_cells_it_fits_and_tests(context: Context) -> None:
+    option = "evaluate.tasks.few_shot.shots"
+    with pytest.raises(Skipped) as skipped:
+        FewShot(FewShotConfig(shots=[5000, 10_000])).run(context)
+    assert (
+        f"with 5005 or more scored cells each (5000 to fit on, the least of {option}, and 5 to test)"
+    ) in str(skipped.value)
 
 
 def _problem(n: int = 120) -> tuple[np.ndarray, np.ndarray, sp.csr_matrix, np.ndarray]:
@@ -219,7 +228,8 @@ def test_variable_genes_are_chosen_on_training_cells() -> None:
     assert chosen.tolist() == sorted(
         scores.sort_values(ascending=False, kind="stable").index[:2000]
     )
-    features = {EMBEDDING: genes[:, :8].toarray(), ALL_GENES: genes}
+    vectors = genes[:, :8].toarray()
+    features = {EMBEDDING: vectors, ALL_GENES: genes, TRAINING_COMPONENTS: vectors}
     predictions = _predicted(features, labels, neighbors=3, components=4)
     pipeline = make_pipeline(PCA(4, svd_solver="arpack", random_state=0), KNeighborsClassifier(3))
     method = ScoredMethod("PCA4 of variable genes", "kNN")

@@ -217,8 +217,8 @@ def test_rare_classes_are_left_out_by_name(
     assert "; classes of too few cells left out: rare 3; took " in capsys.readouterr().out
     assert tasks["probe of common"]["rows"] == []
     assert tasks["probe of common"]["skipped"] == (
-        "expected two classes of common or more with at least 5 scored cells (evaluate.folds), got 1; lower "
-        "evaluate.folds"
+        "expected at least two classes of common with 5 or more scored cells each (evaluate.folds), got 1; "
+        "lower evaluate.folds"
     )
 
 

@@ -47,12 +47,18 @@ class LabelledCells:
 
 
 def labelled_cells(
-    context: Context, task: str, min_cells: int, option: str, max_cells: int = MAX_CELLS
+    context: Context,
+    task: str,
+    min_cells: int,
+    option: str,
+    max_cells: int = MAX_CELLS,
+    reason: str = "",
 ) -> LabelledCells:
     """Scored cells that `choose_cells` chooses.
 
-    `option` sets `min_cells`, and is named in messages. Raises Skipped for fewer than
-    two classes with `min_cells` cells, and DataError for a column of one class.
+    `option` sets `min_cells`, and is named in messages. `reason` says how, if `min_cells` is not its
+    value. Raises Skipped for fewer than two classes with `min_cells` cells, and DataError for a column
+    of one class.
     """
     if "label" not in context.roles:
         raise Skipped("the dataset has no label column")
@@ -76,8 +82,8 @@ def labelled_cells(
         elif context.options.cells == "heldout":
             remedy = f"raise shard.test_frac or {remedy}"
         raise Skipped(
-            f"expected two classes of {column.name} or more with at least {min_cells} {counted} ({option}), got {n}; "
-            f"{remedy}",
+            f"expected at least two classes of {column.name} with {min_cells} or more {counted} each "
+            f"({reason or option}), got {n}; {remedy}",
             chosen.figures,
         )
     return replace(chosen, cells=scored[chosen.cells])
@@ -110,7 +116,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     """Label of each cell, text `(n_obs,)`, by the regression on all genes, fitted on the labels of
     the other half of the cells; "" for none.
 
-    Scored cells of labels with at least `folds` cells are divided into two stratified halves.
+    Scored cells of labels with at least `evaluate.folds` cells are divided into two stratified halves.
     """
     column = context.roles["label"]
     seed = context.options.seed
@@ -122,7 +128,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     if len(chosen.classes) < 2:
         return predicted
     shared = context.feature_cache.share(cell_profiles(context, cells))
-    classifier = {REGRESSION: LogisticRegression(standardised=True)}
+    classifiers = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle cells, sort them by label, and deal them into halves in turn
     order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))
     by_label = order[np.argsort(labels[order], kind="stable")]
@@ -134,7 +140,7 @@ def predict_from_other_half(context: Context) -> np.ndarray:
         precompute_folds(shared, labels, folds, predictions, [REGRESSION])
         for _, train, test in folds:
             fitted = CachedClassifiers(
-                {REGRESSION: predictions}, classifier, shared[train], labels[train]
+                {REGRESSION: predictions}, classifiers, shared[train], labels[train]
             )
             predicted[cells[test]] = fitted.predict(shared[test])[REGRESSION]
     return predicted

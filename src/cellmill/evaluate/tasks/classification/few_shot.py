@@ -27,8 +27,15 @@ class FewShot(Task):
         number are left out of it, and so are numbers with fewer than two classes.
         """
         config = self.config
-        min_cells = min(config.shots) + MIN_TESTED
-        chosen = labelled_cells(context, "few_shot", min_cells, "evaluate.tasks.few_shot.shots")
+        option = "evaluate.tasks.few_shot.shots"
+        fewest = min(config.shots)
+        chosen = labelled_cells(
+            context,
+            "few_shot",
+            fewest + MIN_TESTED,
+            option,
+            reason=f"{fewest} to fit on, the least of {option}, and {MIN_TESTED} to test",
+        )
         features = cell_features(context, chosen.cells)
         predictions = ClassPredictions(
             chosen.labels,
