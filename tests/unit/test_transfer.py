@@ -271,7 +271,10 @@ def test_copies_are_counted_apart(datasets: Datasets, tmp_path: Path) -> None:
     none = datasets.evaluate(
         tmp_path / "none", lambda two: two.obs.__setitem__("cell_type", "platypus cell")
     )
-    assert none["two"]["transfer"]["skipped"].startswith("no label in common: fitted type_")
+    reason = none["two"]["transfer"]["skipped"]
+    assert reason.startswith("no label in common: fitted type_")
+    n_fitted = len(none["two"]["transfer"]["figures"]["fitted_classes"])
+    assert f" and {n_fitted - 3} more, tested platypus cell" in reason
 
 
 def test_a_dataset_without_cells_to_test_says_why(datasets: Datasets, tmp_path: Path) -> None:

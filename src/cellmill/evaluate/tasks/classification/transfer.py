@@ -17,6 +17,7 @@ from sklearn.preprocessing import StandardScaler
 from cellmill.config.parts.tasks import TransferConfig
 from cellmill.data.arrays import gene_counts, log_normalise, select_columns
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
+from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
@@ -52,6 +53,7 @@ from cellmill.runs.results import ScoredMethod, TaskResult
 KNOWN = "known labels"
 NEW = "new labels"
 SHARED_GENES = ScoredMethod("all shared genes")
+MAX_LISTED = 3  # labels of each side in a message
 MIN_JUDGED = 10  # fewest tested cells for a column to get intervals and verdicts
 
 
@@ -167,8 +169,8 @@ class Transfer(Task):
                 figures,
             )
         if not (is_known.any() or are_terms):
-            fitted_labels = ", ".join([*fitted_names][:3])
-            tested_labels = ", ".join([*figures["new_classes"]][:3])
+            fitted_labels = list_first([*fitted_names], MAX_LISTED)
+            tested_labels = list_first([*figures["new_classes"]], MAX_LISTED)
             reason = f"no label in common: fitted {fitted_labels}, tested {tested_labels}"
             raise Skipped(reason, figures)
         predictions = self._predict(context, transfer_cells)
