@@ -531,6 +531,7 @@ def test_every_method_is_scored_in_folds_of_cells_or_batches(
     assert len(means_row.scores["MSE"].repetitions) == 2
     assert {verdict.metric for verdict in result.verdicts}.isdisjoint({"mean squared error"})
     assert result.figures["hidden_genes"] == 80
+    assert (result.figures["folds_of"], result.figures["folds"]) == ("cells", context.options.folds)
     assert "80 of" in capsys.readouterr().out
     json.dumps(result.to_json(), allow_nan=False)
     assert task.run(context).to_json() == result.to_json()

@@ -67,7 +67,7 @@ class Imputation(Task):
             "hidden_genes": len(hidden_genes),
             "measured_genes": len(context.measured_genes),
             "folds_of": role,
-            "folds": len(folds),
+            "folds": context.options.folds if role == "cells" else len(folds),
             "neighbors": self.config.neighbors,
         }
         if regressions is not None:
