@@ -43,7 +43,8 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
     """Cells of `reader` that the exported model in the folder `model`, or a model before it, was
     trained on. Raises DataError for a damaged digest list.
     """
-    return _mark_cells(reader, find_training_cells(model))
+    training = find_training_cells(model)
+    return _mark_cells(reader, training, training.read_corpora())
 
 
 def tabulate_seen_cells(
@@ -56,7 +57,8 @@ def tabulate_seen_cells(
     """
     columns = match_columns(reader, vocabulary)
     training = find_training_cells(model)
-    seen = _mark_cells(reader, training)
+    corpora = training.read_corpora()
+    seen = _mark_cells(reader, training, corpora)
     if seen.is_seen is None:
         raise DataError(
             f"{model}: it may have seen these cells, because its training cells are not known "
@@ -68,16 +70,18 @@ def tabulate_seen_cells(
         {"seen": pd.Categorical(kinds, KINDS)},
         index=pd.Index(reader.obs_names, name="cell"),
     )
-    notes = _describe_limits(reader, training, seen)
+    notes = _describe_limits(reader, corpora, seen)
     if columns.mismatch:
         notes.append(columns.mismatch)
     return table, notes
 
 
-def _describe_limits(reader: CountsReader, training: KnownTrainingCells, seen: Seen) -> list[str]:
+def _describe_limits(
+    reader: CountsReader, corpora: Sequence[HashedCorpus], seen: Seen
+) -> list[str]:
     """Sentences on training cells that are not known, or would not be found."""
     notes = [seen.caveat] if seen.caveat else []
-    lacked = _describe_lacked_genes(reader, training.read_corpora())
+    lacked = _describe_lacked_genes(reader, corpora)
     if not any(line in seen.caveat for line in lacked):
         notes += lacked
     if seen.is_near is None:
@@ -89,15 +93,16 @@ def _describe_limits(reader: CountsReader, training: KnownTrainingCells, seen: S
     return notes
 
 
-def _mark_cells(reader: CountsReader, training: KnownTrainingCells) -> Seen:
-    """Cells of `reader` that are among the cells of `training`."""
+def _mark_cells(
+    reader: CountsReader, training: KnownTrainingCells, corpora: Sequence[HashedCorpus]
+) -> Seen:
+    """Cells of `reader` that are among the cells of `training`, whose `corpora` are read."""
     if training.missing_reason:
         return Seen(None, training.missing_reason)
     caveats = []
     if training.missing_ancestors:
         names = ", ".join(training.missing_ancestors)
         caveats.append(f"the training cells of {names}, before it, are not known")
-    corpora = training.read_corpora()
     is_equal = find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool))
     if not training.listed:
         return Seen(is_equal, "; ".join(caveats))
