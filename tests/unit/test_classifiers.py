@@ -20,6 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 from cellmill.config import plugin
 from cellmill.config.evaluate import Evaluate
+from cellmill.errors import DataError
 from cellmill.evaluate.classifiers import logistic, newton
 from cellmill.evaluate.classifiers.fitted import make_cached_classifiers, predict_all
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
@@ -109,6 +110,20 @@ def test_singular_scales_are_left_to_scikit_learn(
     monkeypatch.setattr(newton, "run_search", None)
     fitted = LogisticRegression(standardised=False).fit(features, labels)
     assert set(fitted.predict(features)) <= set(labels)
+
+
+@pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_feature_that_is_not_finite_is_refused(is_sparse: bool, value: float) -> None:
+    features, labels = _cells(60, 8, 3)
+    features = features.astype(np.float64)
+    features[3, 2] = value
+    values = sp.csr_matrix(features) if is_sparse else features
+    with (
+        np.errstate(invalid="ignore"),
+        pytest.raises(DataError, match=r"^a classifier cannot be fitted: a feature of a cell is"),
+    ):
+        LogisticRegression(standardised=False).fit(values, labels)
 
 
 def test_a_fit_that_stops_early_is_reported(

@@ -21,7 +21,9 @@ from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.dual import fit_dual_coefs
 from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
-MAX_DENSE_SIDE = 2048  # cells or features, the fewer of both, of features fitted as dense ones
+MAX_DENSE_SIDE = (
+    2048  # features are fitted as dense ones if their smaller dimension is at most this
+)
 MAX_DENSE_VALUES = 2**25  # 256 MiB
 # variance of a dense feature relative to its squared mean, below which it is constant: rounding
 # errors of centred float64 values are below 1e-24
@@ -56,7 +58,8 @@ class LogisticRegression:
         """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
         classes or more.
 
-        Warns by ConvergenceWarning if it stops before it converged.
+        Warns by ConvergenceWarning if it stops before it converged. Raises DataError for a feature that
+        is not finite.
         """
         self.classes, class_of_cell = np.unique(labels, return_inverse=True)
         values = features.matrix if isinstance(features, SharedCells) else features
@@ -75,6 +78,7 @@ class LogisticRegression:
             mean = values.mean(0)
             values -= mean
             variance = np.einsum("ij,ij->j", values, values) / len(values)
+            newton.check_finite(variance)
             is_scaled = self.standardised & (variance > NO_CENTRED_VARIANCE * mean**2)
             scale = np.sqrt(np.where(is_scaled, variance, 1))
             values /= scale

@@ -31,6 +31,8 @@ from scipy.linalg.blas import daxpy
 from scipy.linalg.lapack import dpotrf, dpotri, dpotrs, dtrtrs
 from sklearn.exceptions import ConvergenceWarning
 
+from cellmill.errors import DataError
+
 CURVATURE = 0.07  # c, of a typical cell at the optimum
 TOLERANCE = 1e-4  # largest derivative by a coefficient of whitened features
 RIDGE = 1e-10  # relative to n / c, the largest value of UUᵀ
@@ -48,6 +50,15 @@ def compute_penalty(n_classes: int, n_cells: int) -> float:
     2 / n for the same penalty on b.
     """
     return (2 if n_classes == 2 else 1) / n_cells
+
+
+def check_finite(values: np.ndarray | float) -> None:
+    """Raise DataError unless all `values` are finite; they are computed from the features of all cells."""
+    if not np.isfinite(values).all():
+        raise DataError(
+            "a classifier cannot be fitted: a feature of a cell is NaN or infinite; correct the counts or the "
+            "vectors that it comes from"
+        )
 
 
 class DualVector:
@@ -153,6 +164,7 @@ def search_optimum(
         gradient.dual_coefs[:] += current.dual_coefs
         yield gradient
         squared_norm = float(np.vdot(gradient.dual_coefs, gradient.logits))
+        check_finite(squared_norm)  # else no step would be short enough
         if whitening.has_converged(gradient.dual_coefs, squared_norm):
             break
         step = yield from _search_step(curvature, probabilities, gradient, squared_norm)
