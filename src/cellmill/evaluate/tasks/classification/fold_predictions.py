@@ -57,8 +57,8 @@ def predict_folds(
 
     `features` are of all cells, `(cells, width)` each. Each fold adds features that are fitted on its
     cells `train`: RANKED and, if `with_fitted_features`, the features of `fit_components` and
-    WITH_COMPONENTS (if there are components of the model's training cells). `with_fitted_features`
-    also adds the majority class.
+    WITH_COMPONENTS. `with_fitted_features` also adds MAJORITY: the only task without these features,
+    `few_shot`, fits equally many cells of each class, so no class is the largest.
     """
     labels = predictions.labels
     folds = [*folds]
@@ -77,7 +77,7 @@ def predict_folds(
     for (repetition, train, test), fitted_components in zip(folds, components):
         selected = ranked.select(train, labels[train])
         fold_features = {**features, RANKED: selected, **fitted_components}
-        if with_fitted_features and TRAINING_COMPONENTS in features:
+        if with_fitted_features:
             fold_features[WITH_COMPONENTS] = _join_components(features, train)
         train_features = select_cells(fold_features, train)
         classifiers = make_cached_classifiers(train_features, labels[train], neighbors, context)

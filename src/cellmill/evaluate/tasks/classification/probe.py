@@ -29,7 +29,7 @@ class Probe(Task):
     config: ProbeConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores of every features and classifier; skipped without a label or with fewer than two
+        """Scores of each pair of features and classifier; skipped without a label or with fewer than two
         large classes.
         """
         options = context.options
@@ -62,10 +62,10 @@ class Probe(Task):
 
 
 def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Verdicts of the model's best against the best baseline in each metric, then by accuracy.
+    """Verdicts: first the model's best against the best baseline, in each metric.
 
-    These compare the embedding with each baseline's features, by kind of classifier, and the
-    embedding joined to principal components with the components alone.
+    Then, by accuracy: for each kind of classifier, the embedding against each baseline's features;
+    last, the embedding joined to principal components against the components alone.
     """
     verdicts = [column.best_verdict() for column in columns]
     accuracy = columns[0]
@@ -78,8 +78,7 @@ def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:
             if methods[0].kind == "baseline":
                 verdicts.append(accuracy.verdict(embedding, accuracy.best(methods)))
     by_features = group_by_features(accuracy.scores)
-    if WITH_COMPONENTS.features in by_features and TRAINING_COMPONENTS.features in by_features:
-        joined = accuracy.best(by_features[WITH_COMPONENTS.features])
-        components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
-        verdicts.append(accuracy.verdict(joined, components))
+    joined = accuracy.best(by_features[WITH_COMPONENTS.features])
+    components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
+    verdicts.append(accuracy.verdict(joined, components))
     return list(dict.fromkeys(verdicts))
