@@ -39,7 +39,7 @@ def read_gene_statistics(
     n_cells = 0
     total = np.zeros(n_genes)
     by_rank = np.zeros((tokens.max_tokens.bit_length(), n_genes), np.int64)
-    # sums of profiles over cells; the first cell has all genes alike
+    # sums of profiles over cells; they begin with a cell that has all genes in equal parts
     count_profiles = np.full(n_genes, 1 / n_genes)
     log_count_profiles = count_profiles.copy()
     tokenizer = BatchTokenizer(tokens, n_genes, variability=manifest.variability)

@@ -2,9 +2,9 @@
 
 Draws with equal keys are equal. The draw that masks a token has no last key: its keys are (cell, seed,
 step, position). Positions 2 to 4 would repeat the draws of a view, so a sum that masks tokens of a view
-adds MASK_IN_VIEW_KEY. UNDETECTED_KEY and UNKNOWN_LEVEL_KEY are equal, so a gene's draw and a column of the
-same number share bits. Other keys would change every training. After (cell, seed, step),
-keys from 1 << 32 are left to objectives of other packages.
+adds MASK_IN_VIEW_KEY. UNDETECTED_KEY and UNKNOWN_LEVEL_KEY are equal, so a gene's draw and a column of
+the same number share bits. Other keys would change every training. After (cell, seed, step), keys from
+1 << 32 are left to objectives of other packages.
 """
 
 # after (cell, seed, step)

@@ -70,7 +70,7 @@ class GeneStatistics:
     count_profile: np.ndarray | None = None
     """`(genes,)` float64 with sum 1: mean over cells of each gene's fraction of the cell's counts.
 
-    No gene has 0: one further cell has all genes alike. None unless the objective needs counts.
+    No gene has 0: one further cell has all genes in equal parts. None unless the objective needs counts.
     """
     log_count_profile: np.ndarray | None = None
     """Likewise of each gene's fraction of the cell's log(1 + counts)."""

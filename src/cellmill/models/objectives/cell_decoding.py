@@ -323,7 +323,8 @@ class CellDecoding(Objective):
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
         """Score the cross-entropy of the model against the mean profile of training cells.
 
-        The profile is the mean of their fractions, as the targets are of whole cells.
+        The profile is the mean over these cells of the fractions of their whole expression, in the scale
+        of the targets.
         """
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)

@@ -72,7 +72,8 @@ class QueryView(Batch):
 class QueryBatch(EncoderBatch):
     """The shown tokens, and the queries as the loss reads them."""
 
-    query_cells: Tensor  # these three as in `Queries`
+    # as `cells`, `token_ids` and `targets` of the view's `Queries`
+    query_cells: Tensor
     query_token_ids: Tensor
     query_targets: Tensor
     query_weights: Tensor  # `(N,)` float32: `importance_weights`, scaled to mean 1 in each cell

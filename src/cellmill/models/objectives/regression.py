@@ -78,7 +78,7 @@ class Regression(CellObjective):
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
-        if batch.numbers is not None:  # None outside training: `embed` reads no numbers
+        if batch.numbers is not None:  # None where no numbers are read, as in `embed`
             column = self.number_columns.index(self.config.target_column)
             numbers = batch.numbers[:, column]
         targets = (numbers - self._standardisation.mean) / self._standardisation.std
