@@ -45,7 +45,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         "plan": PlanSchema(steps=1600, steps_per_epoch=20),
         "status": StatusSchema(step=1600),
     }
-    given |= {"model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
+    given |= {"exported_model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
     record = RunRecordSchema.model_validate({"options": OPTIONS | options})
     return list_advice(ReportedRun("run", run_record=record, **given), outcomes)
 
@@ -69,8 +69,8 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         (
             ENCODER | {"objective": {"name": "masked_value"}},
             {},
-            "set objective: cell_decoding; on three of four datasets, encoders of two layers trained only by "
-            "masked_value were 0.12 to 0.33 in accuracy below logistic regression on all genes",
+            "set objective: cell_decoding; on three of four datasets, two-layer encoders trained only with "
+            "masked_value scored 0.12 to 0.33 lower in accuracy than logistic regression on all genes",
         ),
         (
             ENCODER | {"objective": {"name": "masked_gene"}, "tokens": {"tokenizer": "rank"}},
@@ -140,13 +140,13 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         # lengths were measured without labels
         (
             {},
-            {"model": SUPERVISED, "plan": PlanSchema(steps=9, steps_per_epoch=3)},
+            {"exported_model": SUPERVISED, "plan": PlanSchema(steps=9, steps_per_epoch=3)},
             "train it with other seeds",
         ),
         # two labels need no second direction
         (
             {},
-            {"model": SUPERVISED, "logged": COLLAPSING},
+            {"exported_model": SUPERVISED, "logged": COLLAPSING},
             "train it with other seeds",
         ),
     ],
@@ -195,7 +195,7 @@ def test_batches_that_the_model_does_not_know_are_named() -> None:
     ):
         assert "batch_column" not in str(advised({"objective": objective}, evaluation=batches()))
     assert "batch_column" not in str(advised({}, evaluation=batches(skipped="no batch")))
-    assert "batch_column" not in str(advised({}, evaluation=batches(), model=SUPERVISED))
+    assert "batch_column" not in str(advised({}, evaluation=batches(), exported_model=SUPERVISED))
 
 
 @pytest.mark.parametrize("change", GAINS)

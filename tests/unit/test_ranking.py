@@ -221,7 +221,8 @@ def leaders(cells_se: float, n: int | None = None) -> list[str]:
     scores = {}
     for name, values in (("a", [0.80, 0.81, 0.80]), ("b", [0.83, 0.84, 0.83])):
         scores[name] = score_tasks(make_dataset(probe=result("f", values, 0.5, cells_se, n)))
-    return rank_runs(scores).leaders
+    ranking = rank_runs(scores)
+    return [str(ranking.leader), *ranking.tied]
 
 
 def test_few_cells_widen_the_interval_between_runs() -> None:

@@ -111,7 +111,7 @@ def without_scripts(page: str) -> str:
 
 
 def unpack(data: str) -> dict[str, Any]:
-    """What the page's script unpacks: charts, and folded details."""
+    """What the page's script unpacks: charts, and deferred details."""
     return json.loads(zlib.decompress(base64.b64decode(data, validate=True)))
 
 
@@ -143,7 +143,7 @@ def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
     own = without_scripts(page)
     scripts = load_scripts()
     # base64 of pictures and of packed data may contain // by chance
-    without_base64 = re.sub(r'(base64,|id="packed">)[\w+/=]*', "", own)
+    without_base64 = re.sub(r'(base64,|id="payload">)[\w+/=]*', "", own)
     assert not re.search(r"https?:|//[a-z]|<(link|iframe|object|embed)\b", without_base64)
     digests = [
         base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts
@@ -158,29 +158,27 @@ def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:
 def test_user_text_is_escaped(page: str) -> None:
     own = without_scripts(page)
     assert re.findall(r"<script[^>]*>", own) == [
-        '<script type="application/zlib" id="packed">',
+        '<script type="application/zlib" id="payload">',
         "<script>",
         "<script>",
     ]
     assert "<b>few" not in own
     assert own.count("&lt;script&gt;alert(1)") > 5
-    [inside] = re.findall(r'id="packed">(.*?)</script>', own, re.DOTALL)
+    [inside] = re.findall(r'id="payload">(.*?)</script>', own, re.DOTALL)
     assert EVIL in unpack(inside)["charts"][0]["columns"]["name"]
 
 
-def test_the_folded_parts_of_many_runs_are_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_details_of_many_runs_are_deferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make_run(tmp_path / name) for name in ("first", EVIL)]
     plain = without_scripts(rendered(*runs))
-    monkeypatch.setattr(page_charts, "MAX_SMALL_RUNS", 1)
+    monkeypatch.setattr(page_charts, "MAX_RUNS_OF_SMALL_PAGE", 1)
     large = without_scripts(rendered(*runs))
-    pattern = r'(id="packed">)(.*?)(</script>)'
-    [folded] = [unpack(found[1])["folded"] for found in re.findall(pattern, large)]
-    assert len(folded) > 10
-    assert unpack(re.findall(pattern, plain)[0][1])["folded"] == []
-    place = r'<p class="dim" data-folded="(\d+)">Allow scripts to see the details.</p>'
-    whole = re.sub(place, lambda match: folded[int(match[1])], large)
+    pattern = r'(id="payload">)(.*?)(</script>)'
+    [deferred] = [unpack(found[1])["deferred"] for found in re.findall(pattern, large)]
+    assert len(deferred) > 10
+    assert unpack(re.findall(pattern, plain)[0][1])["deferred"] == []
+    place = r'<p class="dim" data-deferred="(\d+)">Allow scripts to see the details.</p>'
+    whole = re.sub(place, lambda match: deferred[int(match[1])], large)
     assert re.sub(pattern, "", whole) == re.sub(pattern, "", plain)
     assert len(large) < len(plain)
 
@@ -583,7 +581,7 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
     assert [(row["name"], row["series"], row["value"]) for row in rows] == [
         (EVIL, "training", "2.0"), (EVIL, "validation", "1.0")
     ]  # fmt: skip
-    [chart] = unpack(drawn.packed)["charts"]
+    [chart] = unpack(drawn.payload)["charts"]
     assert chart["columns"] == {
         "name": [EVIL, EVIL],
         "series": ["training", "validation"],
@@ -1131,8 +1129,8 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         logged=[LoggedLineSchema(step=1, peak_resident_gb=[1.9, 2.13])],
     )
     line = LoggedLineSchema(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
-    tensors = "peak tensor memory of the largest rank, GB"
-    process = "peak memory of the largest process, libraries included, GB"
+    tensors = "peak tensor memory on any rank, GB"
+    process = "peak memory of any process, libraries included, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
         (replace(on_cpu, logged=[line, LoggedLineSchema(step=2)]), 0.051, 0),

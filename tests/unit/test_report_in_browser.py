@@ -109,7 +109,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
     options = ReportOptions.model_validate({"report": {}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_charts, "MAX_SMALL_RUNS", 1)  # the script unpacks the folded details
+        patch.setattr(
+            page_charts, "MAX_RUNS_OF_SMALL_PAGE", 1
+        )  # the script unpacks the deferred details
         report.report(
             options=options,
             runs=runs,
@@ -144,8 +146,8 @@ def test_every_figure_is_drawn_without_an_error(browser: Browser, page: Path, wi
 
 def test_tables_can_be_sorted_and_searched(browser: Browser, page: Path) -> None:
     browser.open(page, 1280)
-    assert "data-folded" in page.read_text(encoding="utf-8")
-    wait_for(lambda: browser.run("return !document.querySelector('[data-folded]')"))
+    assert "data-deferred" in page.read_text(encoding="utf-8")
+    wait_for(lambda: browser.run("return !document.querySelector('[data-deferred]')"))
     shown = browser.run("return document.getElementById('provenance').textContent")
     assert "train.lr" in shown
     find = "const t = [...document.querySelectorAll('#evaluation table.sortable')].find((t) => t.rows.length > 3);"
@@ -193,7 +195,7 @@ def test_tables_can_be_sorted_without_packed_data(
     browser: Browser, page: Path, tmp_path: Path
 ) -> None:
     before, packed, after = re.split(
-        r'(?<=id="packed">)(.*?)(?=</script>)', page.read_text("utf-8")
+        r'(?<=id="payload">)(.*?)(?=</script>)', page.read_text("utf-8")
     )
     assert len(packed) > 1000
     damaged = tmp_path / "index.html"

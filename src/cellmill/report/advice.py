@@ -1,8 +1,8 @@
 """Advice on what to change for a better model.
 
 Most rules follow from tables in docs/quality.md: "What to change first", "Steps and checkpoint" and
-"Where a trained model is worth it". The rule on a collapsed embedding rests on experience, the rule
-on weak objectives on an earlier table.
+"Where a trained model is worth it". The rule on a collapsed embedding rests on experience. The
+rule on weak objectives rests on an earlier table.
 """
 
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ REPLACEMENT_OBJECTIVES = {
     "cell_decoding": {"name": "cell_decoding"},
     "{name: cell_decoding, view: drop}": {"name": "cell_decoding", "view": "drop"},
 }
-"""Options of objectives to train instead of a weak one, by their text in the advice."""
+"""Objectives to train instead of a weak one: their options, by the YAML that a user writes."""
 GAINS = {"batch": Gain(0.006, -0.001, 0.013), "steps": Gain(0.013, -0.007, 0.034)}
 """Gains in accuracy, from rows of "What to change first" in docs/quality.md."""
-# Measured in family `profile`: at a `hidden` of MIN_WIDTH, accuracy was lower if `lr` was above
-# MAX_LR. Wider models get the same advice.
+# Measured for family `profile` with a `hidden` of MIN_WIDTH: an `lr` above MAX_LR lowered accuracy.
+# Wider models get the same advice.
 MIN_WIDTH = 512
 MAX_LR = 0.0025
 SAFE_LR = 0.001
@@ -84,8 +84,8 @@ def _advise_on_objective(run: ReportedRun) -> str | None:
         except ConfigError:
             continue
         return (
-            f"set objective: {yaml_text}; on three of four datasets, encoders of two layers trained only by "
-            f"{objective} were {ACCURACY_DEFICITS[objective]} in accuracy below logistic regression on all genes"
+            f"set objective: {yaml_text}; on three of four datasets, two-layer encoders trained only with "
+            f"{objective} scored {ACCURACY_DEFICITS[objective]} lower in accuracy than logistic regression on all genes"
         )
     return None
 
@@ -113,7 +113,8 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
     if run.evaluation is None or is_chosen or not is_measured:
         return None
     scored = [task for _, task, result in run.evaluation.results() if not result.skipped]
-    if "integration" not in scored:
+    has_several_batches = "integration" in scored  # this task is skipped for a single batch
+    if not has_several_batches:
         return None
     return (
         "set objective.batch_column: auto, so that the embedding need not contain the batch: on CellBench, "

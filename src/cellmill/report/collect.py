@@ -57,7 +57,7 @@ class ReportedRun:
     plan: PlanSchema | None  # plan.json
     status: StatusSchema | None  # train/status.json, or train/state.json while it trains
     run_record: RunRecordSchema | None  # train/run.json
-    model: ModelSchema | None  # config.json of the exported model
+    exported_model: ModelSchema | None  # model/config.json
     evaluation: Evaluation | None  # evaluate/metrics.json
     cost: CostSchema | None = None  # train/cost.json; None before training has ended
     # metrics.jsonl, without an incomplete last line
@@ -87,7 +87,7 @@ class ReportedRun:
     @property
     def supervised_by(self) -> list[str]:
         """obs columns whose labels the run was trained with."""
-        for source in (self.evaluated_model, self.model, self.run_record):
+        for source in (self.evaluated_model, self.exported_model, self.run_record):
             if source is not None and source.supervised_by is not None:
                 return source.supervised_by
         return []
@@ -135,7 +135,7 @@ def read_run(folder: Path) -> ReportedRun:
     log = train / "metrics.jsonl"
     logged = [LoggedLineSchema.parse(log, line) for line in read_lines(log)]
     metrics = folder / "evaluate" / "metrics.json"
-    model = ModelSchema.read_if_present(folder / "model" / "config.json")
+    exported_model = ModelSchema.read_if_present(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
         name=folder.resolve().name,
@@ -143,12 +143,12 @@ def read_run(folder: Path) -> ReportedRun:
         status=StatusSchema.read_if_present(train / "status.json")
         or StatusSchema.read_if_present(train / "state.json"),
         run_record=RunRecordSchema.read_if_present(train / "run.json"),
-        model=model,
+        exported_model=exported_model,
         evaluation=evaluation,
         cost=CostSchema.read_if_present(train / "cost.json"),
         logged=logged,
         umap=_read_umap_cells(folder / "evaluate" / "umap.tsv"),
-        checkpoint_evaluations=_read_checkpoint_evaluations(folder, model),
+        checkpoint_evaluations=_read_checkpoint_evaluations(folder, exported_model),
         bridges=_read_bridges(folder, evaluation),
         remake_commands=list_remake_commands("runs", folder),
     )
@@ -182,19 +182,21 @@ def _read_evaluation(path: Path) -> Evaluation:
     return evaluation
 
 
-def _read_checkpoint_evaluations(folder: Path, model: ModelSchema | None) -> dict[int, Evaluation]:
+def _read_checkpoint_evaluations(
+    folder: Path, exported_model: ModelSchema | None
+) -> dict[int, Evaluation]:
     """metrics.json of kept checkpoints, by step in ascending order.
 
-    Checkpoints that were trained on other data than the exported `model` are left out.
+    Checkpoints that were trained on other data than the exported model are left out.
     """
-    model = model or ModelSchema()
+    exported_model = exported_model or ModelSchema()
     by_step: dict[int, Evaluation] = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
         config = path.parents[1] / "model" / "config.json"
         checkpoint = ModelSchema.read_if_present(config) or ModelSchema()
         evaluation = _read_evaluation(path)
         step = _get_model(evaluation).step
-        if step is not None and checkpoint.fingerprint == model.fingerprint:
+        if step is not None and checkpoint.fingerprint == exported_model.fingerprint:
             by_step[step] = evaluation
     return dict(sorted(by_step.items()))
 

@@ -22,7 +22,7 @@ RELATIONS: dict[Outcome, str] = {
     "behind": "behind",
     "undecided": "undecided against",
 }
-"""Words between a run and a baseline, by outcome, in the order of sentences and tables."""
+"""Words between a run and a baseline, by outcome, in the order of sentences and of the table of standings."""
 CERTAINTIES = {
     True: "with a 95 % interval above 0",
     False: "without an interval, because repetitions cannot be paired or do not vary",
@@ -34,15 +34,15 @@ CERTAINTIES = {
 class LeadText:
     """Text on the run that leads on a dataset; of tied runs, the one with the highest mean.
 
-    sections/overview.html makes one sentence of `names`, `lead_phrase`, a colon and
-    `verdict_phrase`: "A and B are tied for the highest mean on D over the task that all have
-    (probe); A: ahead of the best baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
+    The headline is one sentence in three parts, of which the page prints the first and the last in
+    bold: "A", "is best on D over the task that all have (probe):", "ahead of the best baseline,
+    PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
     """
 
     standing: Standing  # of the leader
-    names: str  # the leader, or all tied runs, joined by "and"
-    lead_phrase: str
-    verdict_phrase: str
+    headline_names: str  # the leader, or all tied runs, joined by "and"
+    headline_lead: str
+    headline_verdict: str
     outcomes_sentence: str
     better_runs_sentence: str  # empty if no run is better in a task
     numbers_sentence: str
@@ -60,12 +60,12 @@ def list_leads(standings: Sequence[Standing]) -> list[LeadText]:
 
 def _make_lead(tied: Sequence[Standing]) -> LeadText:
     """Text on the run with the highest mean among `tied`, the leaders of a dataset."""
-    standing = next(entry for entry in tied if entry.run.name == entry.ranking.leaders[0])
+    standing = next(entry for entry in tied if entry.run.name == entry.ranking.leader)
     return LeadText(
         standing=standing,
-        names=" and ".join(entry.run.name for entry in tied),
-        lead_phrase=_describe_lead(standing, is_tied=len(tied) > 1),
-        verdict_phrase=_describe_verdict(standing) + standing.result.effort_mark,
+        headline_names=" and ".join(entry.run.name for entry in tied),
+        headline_lead=f"{_describe_lead(standing, is_tied=len(tied) > 1)}:",
+        headline_verdict=f"{_describe_verdict(standing)}{standing.result.effort_mark}.",
         outcomes_sentence=_describe_outcomes(standing),
         better_runs_sentence=_describe_better_runs(standing.ranking),
         numbers_sentence=_describe_numbers(standing),
@@ -170,7 +170,7 @@ def _describe_better_runs(ranking: Ranking) -> str:
             if win.difference.has_interval == has_interval:
                 wins.append(f"{win.run} in {to_words(win.task)} (+{win.difference.value:.3f})")
         if wins:
-            better = f"Better than {ranking.leaders[0]} in single tasks"
+            better = f"Better than {ranking.leader} in single tasks"
             sentences.append(f"{better}, {certainty}: {', '.join(wins)}.")
     return " ".join(sentences)
 

@@ -1,12 +1,12 @@
 "use strict";
-// Live charts, folded details of many runs, sorting, theme and search.
+// Live charts, deferred details of many runs, sorting, theme and search.
 // Without scripts the page shows its tables and static pictures.
 
 const UNKNOWN = "–"; // a table's text for a missing value
 const SECONDS = { s: 1, min: 60, h: 3600, days: 86400 }; // in each unit of a duration
 const DRAW_MARGIN = "300px"; // a chart is drawn when it is this close to the window
 
-// ---- data: JSON, compressed by zlib, in base64 (PageCharts.packed)
+// ---- data: JSON, compressed by zlib, in base64 (PageCharts.payload)
 
 async function unpack(base64) {
   const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
@@ -14,9 +14,9 @@ async function unpack(base64) {
   return new Response(text).json();
 }
 
-function unfold(folded) {
-  for (const placeholder of document.querySelectorAll("[data-folded]")) {
-    placeholder.outerHTML = folded[placeholder.dataset.folded];
+function insertDeferred(deferred) {
+  for (const placeholder of document.querySelectorAll("[data-deferred]")) {
+    placeholder.outerHTML = deferred[placeholder.dataset.deferred];
   }
 }
 
@@ -183,11 +183,11 @@ async function main() {
   addThemeButton();
   addSearch();
   try {
-    const { charts, folded } = await unpack(document.getElementById("packed").textContent);
-    unfold(folded);
+    const { charts, deferred } = await unpack(document.getElementById("payload").textContent);
+    insertDeferred(deferred);
     drawChartsOnScroll(charts);
   } finally {
-    // folded details have tables too, but other tables can be sorted without them
+    // deferred details have tables too, but other tables can be sorted without them
     document.querySelectorAll("table.sortable").forEach(makeSortable);
   }
 }

@@ -24,6 +24,7 @@ from cellmill.report.drawing.curves import draw_scaling
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.umap import draw_umap, find_max_cells, list_categories
 from cellmill.report.overview import (
+    RELATIONS,
     describe_missing,
     describe_unscored,
     group_by_advice,
@@ -89,7 +90,9 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     find_best_row,
     find_largest_difference,
 )
-"""Functions that the templates use as filters, by name."""
+"""Functions that the templates use as filters, by name: texts of values, and contents of a run or of
+a task's result.
+"""
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     colour,
     draw_confusion,
@@ -98,7 +101,7 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     draw_umap,
     list_categories,
 )
-"""Functions that the templates call, by name."""
+"""Functions that the templates call, by name: single charts, and their colours and categories."""
 
 
 class Scripts(NamedTuple):
@@ -137,6 +140,7 @@ def render(
             leads=list_leads(standings),
             names_by_advice=group_by_advice(runs),
             standings=standings,
+            outcomes=[*RELATIONS],
             tolerance=TOLERANCE,
             tasks_across_runs=compare_runs(runs),
             behind_summaries=summarise_behind(runs),

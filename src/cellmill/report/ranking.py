@@ -3,16 +3,15 @@
 A run's score in a task is the value of its best row. The run with the highest mean score leads.
 A difference between two runs in a task is notable if its 95 % interval excludes 0 and it is at
 least TOLERANCE. Without an interval, TOLERANCE alone decides. A run that differs notably from the
-leader in no task is tied with it, and counts as a leader too.
+leader in no task is tied with it.
 
 The interval covers repetitions and units, which are mostly cells:
 
 - Repetitions of two runs are paired if both were scored on equally many cells with the same
   `evaluate.cells`. Their cells, folds and draws are then assumed to be the same. Other pairs of
   runs have no interval.
-- No file has the paired difference of two runs per unit. As its standard error over units, that of
-  a run's difference from its best baseline is taken: the larger of the two runs'. This is an
-  approximation.
+- No file has the paired difference of two runs per unit. Each run has a standard error over units,
+  of its difference from its best baseline. The larger one of the two runs is an approximation.
 - In leave_out this standard error is over cells, but the number of units is that of batches or
   donors, which are fewer. So the interval is too wide there, not too narrow.
 
@@ -57,7 +56,7 @@ class NotableDifference(NamedTuple):
 
 
 class TaskWin(NamedTuple):
-    """A task in which a run is notably better than the first leader."""
+    """A task in which a run is notably better than the leader."""
 
     run: str
     task: str
@@ -73,10 +72,10 @@ class Ranking:
     has_paired_runs: bool = False
     # tasks that all runs have with the same metric
     shared_tasks: list[str] = field(default_factory=list)
-    # the run with the highest mean, then runs tied with it
-    leaders: list[str] = field(default_factory=list)
+    leader: str | None = None  # the run with the highest mean
+    tied: list[str] = field(default_factory=list)  # runs tied with the leader
     wins_over_leader: list[TaskWin] = field(default_factory=list)
-    # True if every other run is worse than the first leader in some task, beyond an interval
+    # True if every other run is worse than the leader in some task, beyond an interval
     is_clear: bool = False
 
 
@@ -93,6 +92,7 @@ def score_tasks(dataset_result: DatasetResult) -> Scores:
         scores[task, result.metric] = TaskScore(
             result.rank_value(row),
             repetitions,
+            # the file's name for it; its units are mostly cells
             units_se=0.0 if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
             scored_cells=dataset_result.scored_cells,
@@ -103,8 +103,7 @@ def score_tasks(dataset_result: DatasetResult) -> Scores:
 def _find_difference(result: TaskResult, metric: str, method: str) -> Difference | None:
     """A method's difference from the best baseline in `metric`; None if the file has none.
 
-    Without a baseline, any difference of the method will do: the one with the largest standard
-    error over units.
+    Without a baseline, it is the method's difference with the largest standard error over units.
     """
     baseline = result.best_baseline(metric)
     differences = []
@@ -151,7 +150,8 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         n_runs=len(scores_by_run),
         has_paired_runs=len(scored_cells) == 1,
         shared_tasks=[task for task, _ in shared_keys],
-        leaders=[leader, *tied],
+        leader=leader,
+        tied=tied,
         wins_over_leader=wins,
         is_clear=is_clear,
     )

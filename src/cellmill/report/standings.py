@@ -33,7 +33,7 @@ class Standing:
     @property
     def is_leader(self) -> bool:
         """True if the run has the highest mean score, or is tied with the run that has."""
-        return self.run.name in self.ranking.leaders
+        return self.run.name in (self.ranking.leader, *self.ranking.tied)
 
     @property
     def is_called_best(self) -> bool:

@@ -11,8 +11,8 @@ from cellmill.report.drawing.curves import StepValues, draw_curves, draw_losses
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
 from cellmill.report.text import to_text, to_words
 
-TENSOR_MEMORY = "peak tensor memory of the largest rank, GB"
-PROCESS_MEMORY = "peak memory of the largest process, libraries included, GB"
+TENSOR_MEMORY = "peak tensor memory on any rank, GB"
+PROCESS_MEMORY = "peak memory of any process, libraries included, GB"
 CURVES = {
     "effective_rank": "effective rank of the embedding",
     "lr": "learning rate",
@@ -23,8 +23,8 @@ CURVES = {
     "peak_allocated_gb": TENSOR_MEMORY,
     "peak_resident_gb": PROCESS_MEMORY,
     "gpu_busy_frac": "use of the busiest GPU",
-    "depth_r2": "R² of log depth from the embedding",
-    "batch_r2": "share of the embedding explained by the batch",
+    "depth_r2": "R² of log depth, predicted from the embedding",
+    "batch_r2": "share of the embedding's variance explained by the batch",
 }
 """Keys of metrics.jsonl and their names, in the order of the page."""
 J_PER_KWH = 3.6e6

@@ -65,13 +65,13 @@ def colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 
-def colour_names(names: Sequence[str], in_legend: Sequence[str]) -> Spec:
+def make_colour_channel(names: Sequence[str], legend_names: Sequence[str]) -> Spec:
     """Vega-Lite's `color` channel: a colour for each name, and a legend if there are several.
 
-    The legend has the names `in_legend`.
+    The legend lists only `legend_names`.
     """
     colours = [*map(colour, range(len(names)))]
-    legend = {"values": in_legend} if len(names) > 1 else None
+    legend = {"values": legend_names} if len(names) > 1 else None
     return {"scale": {"domain": names, "range": colours}, "legend": legend}
 
 

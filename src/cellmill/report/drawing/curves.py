@@ -10,7 +10,7 @@ from cellmill.report.drawing.chart import (
     Chart,
     ChartRow,
     Spec,
-    colour_names,
+    make_colour_channel,
     read_template,
     to_five_digits,
 )
@@ -89,7 +89,7 @@ def _make_lines(names: Sequence[str], y_title: str, rows: Sequence[ChartRow]) ->
     spec["encoding"]["y"] |= {"title": title_lines, "scale": scale}
     drawn = {row["name"] for row in rows}
     in_legend = [name for name in names if name in drawn]
-    spec["encoding"]["color"] |= colour_names(names, in_legend)
+    spec["encoding"]["color"] |= make_colour_channel(names, in_legend)
     return spec
 
 
@@ -113,7 +113,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
         layer["encoding"]["x"]["title"] = to_words(scaling.quantity)
         layer["encoding"]["x"]["scale"] = {"type": "log"} if is_positive else {}
         layer["encoding"]["y"]["title"] = to_words(scaling.measure.metric)
-        layer["encoding"]["color"] |= colour_names(names, names)
+        layer["encoding"]["color"] |= make_colour_channel(names, names)
     return Chart(title, rows, spec)
 
 

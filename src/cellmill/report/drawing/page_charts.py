@@ -18,9 +18,9 @@ from cellmill.report.drawing.png import draw_png
 from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.drawing.umap import draw_umap_svg
 
-# pages of more runs store folded details compressed, for the script to insert, and draw coarser
+# a page of more runs stores its details compressed, for the script to insert, and has coarser
 # bitmaps
-MAX_SMALL_RUNS = 20
+MAX_RUNS_OF_SMALL_PAGE = 20
 MAX_STATIC_POINTS = 200  # the static picture of a chart with more points has lines without dots
 WIDTH = 500  # pixels of a static picture; a live chart has the width of its card
 DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
@@ -31,28 +31,28 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t")
 
 
 class PageCharts:
-    """Charts of one page in their order, and the HTML of its folded details.
+    """Charts of one page in their order, and the HTML of its deferred details.
 
     Each chart has a static picture for print and for browsers without scripts. The page's script
-    replaces it with a live chart, and inserts the folded details.
+    replaces it with a live chart, and inserts the deferred details.
     """
 
     def __init__(self, n_runs: int = 1) -> None:
-        self.is_large = n_runs > MAX_SMALL_RUNS
+        self.is_large = n_runs > MAX_RUNS_OF_SMALL_PAGE
         self.charts: list[tuple[Chart, str]] = []  # with the picture, a standalone SVG
-        self.folded: list[str] = []  # HTML; empty on a small page
+        self.deferred: list[str] = []  # HTML; empty on a small page
 
-    def fold(self, caller: Callable[[], Markup]) -> Markup:
-        """HTML of folded details, which `caller` renders, for `{% call page_charts.fold() %}`.
+    def defer(self, caller: Callable[[], Markup]) -> Markup:
+        """HTML of details, which `caller` renders, for `{% call page_charts.defer() %}`.
 
         On a large page it is a placeholder, which the page's script replaces with the details.
         """
         if not self.is_large:
             return caller()
-        self.folded.append(caller())
-        number = len(self.folded) - 1
+        self.deferred.append(caller())
+        number = len(self.deferred) - 1
         return Markup(
-            f'<p class="dim" data-folded="{number}">Allow scripts to see the details.</p>'
+            f'<p class="dim" data-deferred="{number}">Allow scripts to see the details.</p>'
         )
 
     def add(self, chart: Chart) -> Markup:
@@ -110,8 +110,8 @@ class PageCharts:
                 writer.writerows(zip(*map(_escape_formulas, columns.values())))
 
     @property
-    def packed(self) -> str:
-        """Charts and folded details for the page's script: JSON, compressed by zlib, in base64.
+    def payload(self) -> str:
+        """Charts and deferred details for the page's script: JSON, compressed by zlib, in base64.
 
         It has only what was added before, so the page reads it after all sections.
         """
@@ -127,7 +127,7 @@ class PageCharts:
                 }
             )
         text = json.dumps(
-            {"charts": charts, "folded": self.folded},
+            {"charts": charts, "deferred": self.deferred},
             ensure_ascii=False,
             allow_nan=False,
             separators=(",", ":"),

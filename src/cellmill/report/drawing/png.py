@@ -26,8 +26,8 @@ def shrink_png(png: bytes) -> bytes:
     SUB_FILTER is returned unchanged.
     """
     width, height = struct.unpack(">II", png[16:24])
-    packed = b"".join(data for kind, data in _iterate_chunks(png) if kind == b"IDAT")
-    content = np.frombuffer(zlib.decompress(packed), np.uint8)
+    compressed = b"".join(data for kind, data in _iterate_chunks(png) if kind == b"IDAT")
+    content = np.frombuffer(zlib.decompress(compressed), np.uint8)
     # a line has the code of its filter, then 4 bytes per pixel
     lines = content.reshape(height, 1 + 4 * width)
     if not (lines[:, 0] == SUB_FILTER).all():
