@@ -212,8 +212,8 @@ class CellStream:
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
         queue = deque(pool.submit(next, tokenized, _END_OF_EPOCH) for _ in range(_QUEUED_GROUPS))
-        # `_stop_tokenizing` ends this iteration from outside, between two `yield` or in another thread:
-        # queued tasks are then cancelled, `submit` raises RuntimeError, and `self._pool` is another
+        # `_stop_tokenizing` may end this iteration between two `yield`, or from another thread. Queued
+        # tasks are then cancelled, `submit` raises RuntimeError, and `self._pool` is no longer `pool`
         try:
             while queue:
                 try:

@@ -31,7 +31,7 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.cell_weights import CellWeights
 
-# last number in the key of a permutation, so that these are permuted independently
+# what an epoch permutes: the last number in the key of each permutation, which makes it independent
 _FULL_BLOCKS = 0
 _SHORT_BLOCKS = 1
 _PASSES = 2
