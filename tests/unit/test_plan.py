@@ -693,7 +693,7 @@ def test_the_fastest_layouts_come_first() -> None:
     assert len(hours) == len(suggestions.fitting)
     assert all(after > 0.97 * before for before, after in itertools.pairwise(hours))
     assert all(suggestion.memory.total <= 0.9 * 12e9 for suggestion in suggestions.fitting)
-    assert min(suggestions.too_large_bytes) > 0.9 * 12e9
+    assert min(suggestions.bytes_of_too_large) > 0.9 * 12e9
     lines = format_suggestions(suggestions, options, MACHINE, "h100").splitlines()
     assert lines[:2] == [
         "4 nodes x 8 h100; memory per process, bytes sent per process and step",
@@ -702,7 +702,7 @@ def test_the_fastest_layouts_come_first() -> None:
     assert lines[2].split() == ["memory", "time", "MFU", "intra-node", "inter-node", "layout"]
     assert lines[13] == ""
     assert lines[14] == f"layouts that fit: {len(suggestions.fitting)}"
-    too_large = len(suggestions.too_large_bytes)
+    too_large = len(suggestions.bytes_of_too_large)
     assert lines[15].startswith(f"too large: {too_large}; the smallest needs ")
 
 
@@ -714,8 +714,8 @@ def test_the_smallest_layout_is_reported_if_nothing_fits() -> None:
     assert lines[0].startswith("1 node x 8 h100; ")
     assert lines[2:4] == [
         "layouts that fit: 0",
-        f"too large: {len(suggestions.too_large_bytes)}; "
-        f"the smallest needs {format_bytes(min(suggestions.too_large_bytes))}",
+        f"too large: {len(suggestions.bytes_of_too_large)}; "
+        f"the smallest needs {format_bytes(min(suggestions.bytes_of_too_large))}",
     ]
 
 

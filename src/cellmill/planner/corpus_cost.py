@@ -24,7 +24,7 @@ INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
 VOCABULARY_GB = 0.002
 INDEX_HOURS = 0.01  # to write the manifest and the index of parts
-# memory of a job without data; `shard` that only writes the manifest and the index of parts
+# memory of a job without data; `shard` is the job that only writes the manifest and the index of parts
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
 RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
 # memory of obs, an estimate: `divide` holds the corpus's cells, stages that open a file hold its cells

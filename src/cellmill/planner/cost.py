@@ -23,7 +23,7 @@ class RunTime:
     mfu: float  # fraction of the devices' peak that a step reaches
     hours: float  # including validation
     validation_frac: float  # fraction of the hours spent in validation
-    gpu_hours: float
+    gpu_hours: float  # hours of all processes, also on CPUs
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def estimate_cost(
         list_traffic(model, pp_rank, load.tokens, counts.mean_micro_batches_per_step)
         for pp_rank in range(model.layout.pp)
     ]
-    heaviest = max(traffic_by_rank, key=sum_link_bytes)
+    max_traffic = max(traffic_by_rank, key=sum_link_bytes)
     time = None
     peak = device.peak_flops_per_s(options.parallel)
     intra_gb_per_s = options.plan.intra_node_gbs or device.intra_node_gb_per_s
@@ -66,11 +66,11 @@ def estimate_cost(
         network = Network(intra_gb_per_s, inter_gb_per_s)
         flops_per_s = peak * options.plan.mfu_frac
         step = estimate_step_time(
-            model, heaviest, network, flops_per_s, load, counts.mean_micro_batches_per_step
+            model, max_traffic, network, flops_per_s, load, counts.mean_micro_batches_per_step
         )
         mfu = flops_per_step / (step.step_s * peak * hardware.world_size)
         time = _estimate_time(options, counts, step, mfu, hardware.world_size)
-    return RunCost(options, model, whole_size, counts, memory, flops_per_step, heaviest, time)
+    return RunCost(options, model, whole_size, counts, memory, flops_per_step, max_traffic, time)
 
 
 def _estimate_time(

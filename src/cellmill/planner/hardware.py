@@ -41,8 +41,8 @@ class Hardware:
         """Copy the options with a number of lanes that these processes can share evenly.
 
         It is a multiple of the data-parallel ranks on every number of nodes, and divides the global
-        batch. Lanes stay if they do, or if no number does. Raise ConfigError if the layout does not
-        divide the processes.
+        batch. The lanes stay if they already satisfy both, or if no number that is tried does. Raise
+        ConfigError if the layout does not divide the processes.
         """
         nproc = self.nproc_per_node
         layouts = [

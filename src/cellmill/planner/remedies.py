@@ -220,7 +220,7 @@ def _list_layouts_and_offload(change: Change) -> Iterator[Change]:
 
 
 def _list_more_nodes(change: Change) -> Iterator[Change]:
-    """Yield 2, 4, 8, … times as many nodes."""
+    """Yield changes to 2, 4, 8, … times as many nodes."""
     for power in range(1, MAX_DOUBLINGS + 1):
         nodes = change.hardware.nodes * 2**power
         larger = replace(change.hardware, nodes=nodes, max_nodes=nodes)

@@ -8,7 +8,7 @@ DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 """
 
 from cellmill.config.parallel import Parallel
-from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD
+from cellmill.planner.units import FORWARDS_PER_BACKWARD
 
 # Idle time of a rank per other rank of the pipeline: a forward and a backward pass. Zero bubble fills
 # 2 of these 3 units with gradients of weights, and DualPipeV 1.

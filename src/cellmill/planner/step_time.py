@@ -14,11 +14,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.planner.measure.size import FORWARDS_PER_BACKWARD, Load
+from cellmill.planner.measure.size import Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.traffic import CollectiveTraffic
-from cellmill.planner.units import GB
+from cellmill.planner.units import FORWARDS_PER_BACKWARD, GB
 
 # NCCL's own tests reach about 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
 NETWORK_FRAC = 0.8

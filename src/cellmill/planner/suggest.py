@@ -48,7 +48,7 @@ class Suggestions:
     """Layouts that were tried, by outcome."""
 
     fitting: list[RunCost]  # the best first
-    too_large_bytes: list[int]  # memory needed by each layout that does not fit
+    bytes_of_too_large: list[int]  # memory needed by each layout that does not fit
     # number of layouts by reason of refusal; reasons that differ only in their numbers are counted
     # together, under the first one seen
     refused: Counter[str]
@@ -67,7 +67,7 @@ def suggest_layouts(
     if device_name == "cpu":
         device = measure_cpu(device, hardware.nproc_per_node)
     fitting = []
-    too_large_bytes = []
+    bytes_of_too_large = []
     refused: Counter[str] = Counter()
     first_reasons: dict[str, str] = {}  # keys are reasons without their numbers
     for parallel in list_parallel_options(options, hardware):
@@ -84,10 +84,10 @@ def suggest_layouts(
         if overflow is None:
             fitting.append(estimate_cost(adapted, corpus, hardware, device))
         elif overflow == "device":
-            too_large_bytes.append(estimate_memory(adapted, corpus, hardware).total)
+            bytes_of_too_large.append(estimate_memory(adapted, corpus, hardware).total)
         else:
             refused[TOO_MUCH_PINNED] += 1
-    return Suggestions(sorted(fitting, key=_make_sort_key), too_large_bytes, refused)
+    return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)
 
 
 def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
@@ -169,7 +169,7 @@ def format_suggestions(
 ) -> str:
     """Format the best layouts, the reasons against others, and the YAML of the best."""
     fitting = suggestions.fitting
-    too_large_bytes = suggestions.too_large_bytes
+    bytes_of_too_large = suggestions.bytes_of_too_large
     n_nodes = machine.node_counts[0]
     processes = f"{n_nodes:,} {'node' if n_nodes == 1 else 'nodes'} x {machine.nproc_per_node} {device_name}"
     lines = [f"{processes}; memory per process, bytes sent per process and step", ""]
@@ -178,9 +178,9 @@ def format_suggestions(
         lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
         lines.append("")
     lines.append(f"layouts that fit: {len(fitting):,}")
-    if too_large_bytes:
+    if bytes_of_too_large:
         lines.append(
-            f"too large: {len(too_large_bytes):,}; the smallest needs {format_bytes(min(too_large_bytes))}"
+            f"too large: {len(bytes_of_too_large):,}; the smallest needs {format_bytes(min(bytes_of_too_large))}"
         )
     lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
     if fitting:

@@ -31,7 +31,7 @@ from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, local_tensor
 from cellmill.planner.measure.passes import PassMeasurements, measure_passes
-from cellmill.planner.units import FLOAT32_BYTES
+from cellmill.planner.units import FLOAT32_BYTES, FORWARDS_PER_BACKWARD
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
@@ -40,10 +40,6 @@ SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
 # a part of the model has FLOPs per cell if cells of half the length need this fraction more FLOPs per
 # token
 PER_CELL_FRAC = 0.05
-
-# a backward pass has the FLOPs of two forward passes: one for the gradients of inputs, and one for
-# the gradients of weights (Kaplan et al. 2020, section 2.1)
-FORWARDS_PER_BACKWARD = 2
 
 # tokens of the batches with which the workspace of `finish` is measured: 256, 1,024, … 262,144
 WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
