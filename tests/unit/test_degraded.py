@@ -108,7 +108,7 @@ def test_components_of_a_panel_are_fitted_to_its_genes(context: Context) -> None
     in_panel = cells.any(0)
     whole = training_counts(context)
     check_components(
-        fitter.project_panel(panel),
+        fitter.fit_panel(panel)(panel),
         training=log_profiles(whole[:, in_panel], 1e4),
         cells=log_profiles(cells[:, in_panel], 1e4),
     )
@@ -119,7 +119,7 @@ def test_components_of_counts_per_1000_are_fitted_on_them(context: Context) -> N
     assert fitter is not None
     counts = read_rows(context.reader, np.arange(30))
     check_components(
-        fitter.per_1k(counts),
+        fitter.project_per_1k(counts),
         training=log_profiles(training_counts(context), 1e3),
         cells=log_profiles(in_vocabulary(context, counts), 1e3),
     )

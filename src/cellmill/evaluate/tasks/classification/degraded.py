@@ -80,7 +80,7 @@ class ComponentFitter:
 
     context: Context
     counts: sp.csr_matrix  # of training cells, `(cells, genes of the vocabulary)`
-    per_1k: Projection  # of `log_per_1k`, fitted on whole training cells
+    project_per_1k: Projection  # of `log_per_1k`, fitted on whole training cells
 
     @classmethod
     def read(cls, context: Context) -> Self | None:
@@ -91,12 +91,12 @@ class ComponentFitter:
         counts = read_counts(manifest, PCA_CELLS)
         return cls(context, counts, _fit_components(context, counts, log_per_1k))
 
-    def project_panel(self, panel: sp.csr_matrix) -> np.ndarray:
-        """Components of the cells with counts `panel`, fitted on training cells with the same genes."""
+    def fit_panel(self, panel: sp.csr_matrix) -> Projection:
+        """Components fitted on training cells with the genes of the counts `panel`."""
         genes = self.context.gene_columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), genes[genes >= 0])
         training_panel = keep_columns(self.counts, in_panel)
-        return _fit_components(self.context, training_panel, log_normalise)(panel)
+        return _fit_components(self.context, training_panel, log_normalise)
 
     def fit_thinned(self, thin: Degradation, generator: np.random.Generator) -> Projection:
         """Components fitted on training cells that `thin` has thinned."""
@@ -159,7 +159,7 @@ class Degraded(Task):
             for level, level_counts in counts.items():
                 features[level] = compute_features(context, chosen.cells, level_counts)
                 if fitter is not None:
-                    features[level][PER_1K] = fitter.per_1k(level_counts)
+                    features[level][PER_1K] = fitter.project_per_1k(level_counts)
             adapted = self._adapt_to_levels(counts, features, fitter, options.seed, repetition)
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
                 predicted = self._predict_fold(context, features, adapted, chosen.labels, fold)

@@ -46,7 +46,7 @@ class MissingGenes(Degraded):
         """
         panel_features = {PANEL_EMBEDDING: features[level][EMBEDDING]}
         if fitter is not None:
-            panel_features[PANEL_COMPONENTS] = fitter.project_panel(counts[level])
+            panel_features[PANEL_COMPONENTS] = fitter.fit_panel(counts[level])(counts[level])
         panel_features[PANEL_GENES] = features[level][ALL_GENES]
         return {level: panel_features}
 
