@@ -130,7 +130,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
             alone = classifiers[name].fit(genes[train], labels[train]).predict(genes[test])
             assert known[keys[name]].tolist() == alone.tolist()
     monkeypatch.setattr(dual, "MAX_ROUNDS", 1)
-    monkeypatch.setattr(dual, "CONSTANT_TOLERANCE", 0)
+    monkeypatch.setattr(dual, "OFFSET_TOLERANCE", 0)
     unfinished: dict[str, np.ndarray] = {}
     precompute_folds(shared, labels, splits, unfinished)
     assert len(unfinished) == 2, "a scaled fit that does not settle is left to be fitted alone"
@@ -138,7 +138,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
 
 def test_tested_cells_leave_no_trace_in_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newton, "TOLERANCE", 1e-7)
-    monkeypatch.setattr(dual, "CONSTANT_TOLERANCE", 1e-7)
+    monkeypatch.setattr(dual, "OFFSET_TOLERANCE", 1e-7)
     monkeypatch.setattr(dual, "MAX_ROUNDS", 200)
     genes, labels, is_fitted = _cells(60, 200, 3)
     train = np.flatnonzero(is_fitted)

@@ -11,9 +11,9 @@ Standard deviations are computed over the fitted cells, so each scaled regressio
 own. A shared matrix K, scaled by all cells, stands in for it. From dual coefficients a fitted with K
 alone, each round:
 
-1. computes the constants (ZZᵀ - K) a / λ, which are what K leaves out of the logits;
-2. fits the dual coefficients again, with these constants added to the logits;
-3. finishes the regression if no constant changed by more than CONSTANT_TOLERANCE since the last round.
+1. computes the offsets (ZZᵀ - K) a / λ, which are what K leaves out of the logits;
+2. fits the dual coefficients again, with these offsets added to the logits;
+3. finishes the regression if no offset changed by more than OFFSET_TOLERANCE since the last round.
 
 The result does not depend on K.
 """
@@ -29,7 +29,7 @@ from cellmill.evaluate.classifiers.newton import DualVector, Search, Unwhitened
 from cellmill.evaluate.features.products import CellProducts, compute_scales
 
 MAX_ROUNDS = 12  # rounds with K, after which the regression is left to `fit_dual_coefs`
-CONSTANT_TOLERANCE = 1e-3  # largest change of a constant by the last round
+OFFSET_TOLERANCE = 1e-3  # largest change of an offset by the last round
 MAX_STACKED_CLASSES = 256  # classes of all regressions that take steps together
 ByNumber = dict[int, np.ndarray]
 """An array of each regression, by its number: dual coefficients, logits, or one value per gene."""
@@ -63,8 +63,8 @@ def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
     def compute_logits(dual_coefs: np.ndarray, out: np.ndarray) -> None:
         if products is None:
             coefficients = features.T @ dual_coefs.T.astype(features.dtype)
-            constant = dual_coefs.sum(1, keepdims=True)
-            np.divide((features @ coefficients).T + constant, penalty, out=out)
+            intercept_part = dual_coefs.sum(1, keepdims=True)
+            np.divide((features @ coefficients).T + intercept_part, penalty, out=out)
         else:
             np.divide(dual_coefs @ products, penalty, out=out)
 
@@ -121,31 +121,31 @@ class _SharedSolver:
         `pending` are dual coefficients fitted with K alone.
         """
         inverse_variances = self._invert_variances(sorted(pending))
-        constants = {number: np.zeros_like(coefs) for number, coefs in pending.items()}
+        offsets = {number: np.zeros_like(coefs) for number, coefs in pending.items()}
         finished: ByNumber = {}
         for _ in range(MAX_ROUNDS):
             if not pending:
                 break
-            previous = constants
+            previous = offsets
             exact = self._multiply_scaled(pending, inverse_variances)
             approximate = self._multiply(pending)
-            constants = {
+            offsets = {
                 number: (exact[number] - approximate[number])[:, self.regressions[number].cells]
                 for number in pending
             }
-            dual_coefs = self._search(pending, constants)
+            dual_coefs = self._search(pending, offsets)
             pending = {}
             for number, coefs in dual_coefs.items():
-                change = np.abs(constants[number] - previous[number]).max()
-                (finished if change <= CONSTANT_TOLERANCE else pending)[number] = coefs
+                change = np.abs(offsets[number] - previous[number]).max()
+                (finished if change <= OFFSET_TOLERANCE else pending)[number] = coefs
         return self._multiply_scaled(finished, inverse_variances) if finished else {}
 
-    def _search(self, starts: ByNumber, constants: ByNumber) -> ByNumber:
-        """Dual coefficients at the optima by the shared matrix, with `constants` added to the logits."""
+    def _search(self, starts: ByNumber, offsets: ByNumber) -> ByNumber:
+        """Dual coefficients at the optima by the shared matrix, with `offsets` added to the logits."""
         searches: dict[int, Search] = {}
         for number, start in starts.items():
             targets = self.regressions[number].targets
-            added = constants.get(number, 0.0)
+            added = offsets.get(number, 0.0)
             searches[number] = newton.search_optimum(Unwhitened(), targets, start, added)
         optima: ByNumber = {}
         while searches:
@@ -203,8 +203,8 @@ class _SharedSolver:
         """Logits from the products of the cells with the dual coefficients."""
         logits: ByNumber = {}
         for number, class_rows in _split(dual_coefs, products):
-            constant = dual_coefs[number].sum(1, keepdims=True)
-            logits[number] = (class_rows + constant) / self.regressions[number].penalty
+            intercept_part = dual_coefs[number].sum(1, keepdims=True)
+            logits[number] = (class_rows + intercept_part) / self.regressions[number].penalty
         return logits
 
 

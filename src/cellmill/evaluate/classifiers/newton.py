@@ -80,9 +80,14 @@ class DualVector:
 
 
 Search = Generator[DualVector, None, Any]
-"""A search that leaves the product with UUᵀ to its caller, so that several searches can share one.
-It yields a vector whose dual coefficients are set, and goes on once the caller has written the logits;
-`run_search` is the simplest caller. The generator returns what it finds.
+"""A coroutine that searches, and leaves each product with UUᵀ to its caller, so that several searches can
+share one product. It yields a vector whose dual coefficients are set, and goes on once the caller has
+written its logits:
+
+    for vector in search:
+        vector.logits[:] = vector.dual_coefs @ UUᵀ
+
+It returns what it finds: `search_optimum` dual coefficients, `_search_step` a DualVector.
 """
 
 
@@ -115,7 +120,8 @@ class Unwhitened:
 class Whitening:
     """Whitened features of the fitted cells."""
 
-    features: np.ndarray  # U, `(cells, features)`; the last column is the intercept's
+    # U, `(cells, features + 1)`, or `(cells, cells + 1)` with fewer cells; the last column is the intercept's
+    whitened: np.ndarray
     # UUᵀ plus RIDGE, `(cells, cells)`; None where products with U are faster
     kernel: np.ndarray | None
     # dual coefficients `(classes, cells)` -> coefficients `(width, classes)`
@@ -127,27 +133,27 @@ class Whitening:
         if self.kernel is not None:
             np.dot(dual_coefs, self.kernel, out=out)
             return
-        np.dot(dual_coefs @ self.features, self.features.T, out=out)
-        daxpy(dual_coefs.ravel(), out.ravel(), a=RIDGE * len(self.features) / CURVATURE)
+        np.dot(dual_coefs @ self.whitened, self.whitened.T, out=out)
+        daxpy(dual_coefs.ravel(), out.ravel(), a=RIDGE * len(self.whitened) / CURVATURE)
 
     def has_converged(self, dual_coefs: np.ndarray, squared_norm: float) -> bool:
         """True if no entry of the gradient with these dual coefficients is above TOLERANCE."""
         # with a norm above this bound, some entry is above TOLERANCE
-        n_coefficients = len(dual_coefs) * self.features.shape[1]
+        n_coefficients = len(dual_coefs) * self.whitened.shape[1]
         if squared_norm > n_coefficients * TOLERANCE**2:
             return False
-        return bool(np.abs(dual_coefs @ self.features).max() <= TOLERANCE)
+        return bool(np.abs(dual_coefs @ self.whitened).max() <= TOLERANCE)
 
 
 def search_optimum(
     whitening: Whitening | Unwhitened,
     targets: np.ndarray,
     start: np.ndarray | None = None,
-    constants: np.ndarray | float = 0.0,
+    offsets: np.ndarray | float = 0.0,
 ) -> Search:
     """Search for the dual coefficients at the optimum, `(classes, cells)`, for one-hot `targets` of the
-    same shape. It begins at the dual coefficients `start`, and adds `constants` to the logits. The
-    logits do not have the `constants` when the caller computes them.
+    same shape. It begins at the dual coefficients `start`, and adds `offsets` to the logits. The
+    logits do not have the `offsets` when the caller computes them.
 
     Warns by ConvergenceWarning if it stops before it converged.
     """
@@ -157,7 +163,7 @@ def search_optimum(
     if start is not None:
         current.dual_coefs[:] = start
         yield current
-    objective, probabilities = _compute_objective(current, targets, constants, curvature)
+    objective, probabilities = _compute_objective(current, targets, offsets, curvature)
     for _ in range(MAX_STEPS):
         gradient = DualVector(np.empty_like(current.stacked))
         gradient.dual_coefs[:] = (probabilities - targets) / n - curvature / n * current.logits
@@ -174,7 +180,7 @@ def search_optimum(
         while True:
             candidate = DualVector(current.stacked + step_size * step.stacked)
             new_objective, probabilities = _compute_objective(
-                candidate, targets, constants, curvature
+                candidate, targets, offsets, curvature
             )
             if new_objective <= objective + ARMIJO * step_size * slope + ROUNDING:
                 break
@@ -187,11 +193,11 @@ def search_optimum(
 
 
 def _compute_objective(
-    point: DualVector, targets: np.ndarray, constants: np.ndarray | float, curvature: float
+    point: DualVector, targets: np.ndarray, offsets: np.ndarray | float, curvature: float
 ) -> tuple[float, np.ndarray]:
     """Mean cross-entropy plus half the penalty at `point`, and the probabilities, `(classes, cells)`."""
     n = targets.shape[1]
-    logits = point.logits + constants
+    logits = point.logits + offsets
     shifted = logits - logits.max(0)
     true_logits = np.vdot(shifted, targets)
     exponentials = np.exp(shifted)
