@@ -109,9 +109,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = [make_run(folder / "runs" / "first"), make_run(folder / "runs" / "second")]
     options = ReportOptions.model_validate({"report": {}})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            page_charts, "MAX_RUNS_OF_SMALL_PAGE", 1
-        )  # the script unpacks the deferred details
+        # the script unpacks the deferred details
+        patch.setattr(page_charts, "MAX_RUNS_OF_SMALL_PAGE", 1)
         report.report(
             options=options,
             runs=runs,
@@ -191,13 +190,12 @@ def test_tables_can_be_sorted_and_searched(browser: Browser, page: Path) -> None
     assert browser.errors() == []
 
 
-def test_tables_can_be_sorted_without_packed_data(
+def test_tables_can_be_sorted_without_a_payload(
     browser: Browser, page: Path, tmp_path: Path
 ) -> None:
-    before, packed, after = re.split(
-        r'(?<=id="payload">)(.*?)(?=</script>)', page.read_text("utf-8")
-    )
-    assert len(packed) > 1000
+    html = page.read_text("utf-8")
+    before, payload, after = re.split(r'(?<=id="payload">)(.*?)(?=</script>)', html)
+    assert len(payload) > 1000
     damaged = tmp_path / "index.html"
     damaged.write_text(before + after, encoding="utf-8")
     browser.open(damaged, 1280)

@@ -92,7 +92,7 @@ def score_tasks(dataset_result: DatasetResult) -> Scores:
         scores[task, result.metric] = TaskScore(
             result.rank_value(row),
             repetitions,
-            # the file's name for it; its units are mostly cells
+            # the file's key is cells_se; its units are mostly cells
             units_se=0.0 if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
             scored_cells=dataset_result.scored_cells,
