@@ -137,9 +137,9 @@ def folds(cells: int, genes: int = 3_000) -> Work:
         shared = FeatureCache().share(profiles)
         precompute_folds(shared, labels, splits, {})
         for split in splits:
-            project_on_fitted(shared.products(shared), split.train, COMPONENTS)
-            nearest = NearestCells(15).fit(shared[split.train], labels[split.train])
-            nearest.predict(shared[split.test])
+            project_on_fitted(shared.products(shared), split.fitted, COMPONENTS)
+            nearest = NearestCells(15).fit(shared[split.fitted], labels[split.fitted])
+            nearest.predict(shared[split.tested])
 
     return work
 

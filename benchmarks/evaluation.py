@@ -184,14 +184,14 @@ def print_parts(folder: Path) -> None:
     profiles = log_normalise(counts)
     cells = np.arange(len(labels))
     splits = [Fold(0, cells[cells % 5 != fold], cells[cells % 5 == fold]) for fold in range(5)]
-    train, test = splits[0].train, splits[0].test
+    train, test = splits[0].fitted, splits[0].tested
     shared = FeatureCache().share(profiles)
     classifiers = make_classifiers(15)
 
     def fit(features: Any, name: str, folds: list[Fold]) -> None:
         for split in folds:
-            classifiers[name].fit(features[split.train], labels[split.train])
-            classifiers[name].predict(features[split.test])
+            classifiers[name].fit(features[split.fitted], labels[split.fitted])
+            classifiers[name].predict(features[split.tested])
 
     def fit_components() -> None:
         components = pca((len(train), profiles.shape[1])).fit(profiles[train])
@@ -199,7 +199,7 @@ def print_parts(folder: Path) -> None:
 
     def project_folds() -> None:
         for split in splits:
-            project_on_fitted(shared.products(shared), split.train, COMPONENTS)
+            project_on_fitted(shared.products(shared), split.fitted, COMPONENTS)
 
     once: dict[str, Callable[[], object]] = {
         "ranks of genes": lambda: RankedGenes(profiles),

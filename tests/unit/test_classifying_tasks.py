@@ -303,7 +303,7 @@ def test_a_donor_is_never_trained_on_while_tested(most: int, folds: int) -> None
     groups = pd.Series(["a", "b", None, "c", "d", "a", "b", "c", "d", "d"])
     splits = split_groups(groups, most)
     assert [fold.repetition for fold in splits] == [*range(folds)]
-    assert sorted(np.concatenate([fold.test for fold in splits])) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
+    assert sorted(np.concatenate([fold.tested for fold in splits])) == [0, 1, 3, 4, 5, 6, 7, 8, 9]
     for _, train, test in splits:
         assert set(groups[train]) | set(groups[test]) == {"a", "b", "c", "d"}
         assert not set(groups[train]) & set(groups[test])
@@ -313,9 +313,11 @@ def test_a_donor_is_never_trained_on_while_tested(most: int, folds: int) -> None
 def test_folds_that_fit_nothing_are_left_out() -> None:
     groups = pd.Series(["a", "a", "b", "c"])
     labels = np.array(["x", "y", "x", "x"])
-    tested = [groups[fold.test].tolist() for fold in split_groups(groups, 9, labels)]
+    tested = [groups[fold.tested].tolist() for fold in split_groups(groups, 9, labels)]
     assert sorted(tested) == [["b"], ["c"]]
-    assert [groups[fold.test].tolist() for fold in split_groups(groups, 9, None, 2)] == [["a", "a"]]
+    assert [groups[fold.tested].tolist() for fold in split_groups(groups, 9, None, 2)] == [
+        ["a", "a"]
+    ]
     roles = {"donor": groups, "batch": pd.Series(["q", "p", "q", "p"])}
     cells = np.arange(4)
     assert split_donors(roles, cells, 9, labels)[0] == "donor"

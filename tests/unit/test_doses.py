@@ -178,10 +178,10 @@ def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
     config = PerturbationConfig(doses="names", **OPTIONS)
     held = PerturbedUnits.read(screen, config, "dose")
     folds = [*make_folds(held)]
-    tested = [[held.unit_names[unit] for unit in fold.test] for fold in folds]
+    tested = [[held.unit_names[unit] for unit in fold.tested] for fold in folds]
     assert tested == [[f"a | {dose}", f"b | {dose}"] for dose in ("0.01", "0.1", "1", "10")]
     for fold in folds:
-        assert sorted([*fold.train, *fold.test]) == [*range(10)]
+        assert sorted([*fold.fitted, *fold.tested]) == [*range(10)]
     result = Perturbation(config).run(screen)
     json.dumps(result.to_json(), allow_nan=False)
     rows = {row.method.name: row for row in result.rows}
@@ -197,7 +197,7 @@ def test_a_dose_is_held_out_of_each_compound(screen: Context) -> None:
     whole = PerturbedUnits.read(screen, config, "perturbation")
     assert np.unique(whole.group_of_unit).tolist() == ["a", "b", "c"]
     for fold in make_folds(whole):
-        assert not {*whole.perturbation[fold.test]} & {*whole.perturbation[fold.train]}
+        assert not {*whole.perturbation[fold.tested]} & {*whole.perturbation[fold.fitted]}
 
 
 def test_compounds_of_too_few_doses_are_named_as_the_reason(screen: Context) -> None:

@@ -98,7 +98,7 @@ def test_imputed_values_are_those_that_the_task_scores(
     method = "decoder" if context.model.ridge is None else "decoder + ridge"
     expected = scored[f"embedding + {method}"].values
     # the same cells, genes and blocks: the same bits
-    np.testing.assert_array_equal(imputed.X[fold.test], expected)
+    np.testing.assert_array_equal(imputed.X[fold.tested], expected)
     assert expected.std(0).min() > 0
     assert imputed.var_names.tolist() == ids
     assert imputed.obs_names.tolist() == context.reader.obs_names.tolist()

@@ -184,7 +184,7 @@ def test_predictions_read_no_expression_of_the_tested_cells(
         if fold.repetition:
             continue
         changed = profiles.expression.tolil()
-        tested = np.isin(held.unit_of_cell, fold.test)
+        tested = np.isin(held.unit_of_cell, fold.tested)
         # nor of the controls of the measured changes
         changed[np.flatnonzero(tested | (profiles.half == 1))] = 7.0
         other = replace(profiles, expression=changed.tocsr())
@@ -192,7 +192,7 @@ def test_predictions_read_no_expression_of_the_tested_cells(
         blind[~tested] = context.vectors[~tested]
         elsewhere = replace(held, context=replace(context, vectors=blind), profiles=other)
         predicted = next(ChangePredictor(elsewhere).predict([fold]))
-        rows = [found.perturbations.index(name) for name in held.perturbation[fold.test]]
+        rows = [found.perturbations.index(name) for name in held.perturbation[fold.tested]]
         methods = [name for name in found.changes if found.kinds[name] != "probe"]
         for values, name in zip(predicted.values(), methods, strict=True):
             np.testing.assert_allclose(values, found.changes[name][rows], atol=1e-6, err_msg=name)

@@ -75,9 +75,9 @@ def test_rows_of_probes_are_scores_of_the_changed_entry(screen: Context) -> None
         of_best = {row.method: row for row in probes if row.method in names}
         errors = []
         for fold, predicted in zip(folds, ChangePredictor(held).predict(folds)):
-            no_genes = np.zeros((len(fold.test), measured.shape[1]), bool)
+            no_genes = np.zeros((len(fold.tested), measured.shape[1]), bool)
             scaled = 2 * predicted[best.method]
-            errors += change_scores(scaled, measured[fold.test], no_genes, 5)["MAE"].tolist()
+            errors += change_scores(scaled, measured[fold.tested], no_genes, 5)["MAE"].tolist()
         [error] = of_best[names[1]].scores[column].repetitions
         assert error == pytest.approx(np.mean(errors))
         pearson = of_best[names[0]].scores[rank].repetitions

@@ -122,7 +122,7 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     assert len(known) == 4, "two folds, two regressions"
     classifiers = make_classifiers(5)
     for split in splits:
-        train, test = split.train, split.test
+        train, test = split.fitted, split.tested
         caches = {name: dict(known) for name in classifiers}
         cached = CachedClassifiers(caches, classifiers, shared[train], labels[train])
         keys = cached.keys(shared[test])

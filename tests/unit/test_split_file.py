@@ -82,7 +82,7 @@ def splits_of(held: PerturbedUnits) -> dict[str, str]:
 def groups_of(held: PerturbedUnits) -> dict[str, list[str]]:
     groups = {}
     for group, [fold] in divide_by_novelty(held).items():
-        groups[group] = [held.unit_names[unit] for unit in fold.test]
+        groups[group] = [held.unit_names[unit] for unit in fold.tested]
     return groups
 
 

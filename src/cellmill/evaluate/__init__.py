@@ -1,7 +1,7 @@
 """Tasks that evaluate a model against baselines; `inference` has the model's own results on cells.
 
-Training cells are those that the model was trained on. A fold has fitted cells (`Fold.train`), on which
-baselines and classifiers are fitted, and tested cells (`Fold.test`).
+Training cells are those that the model was trained on. A fold has fitted cells (`Fold.fitted`), on which
+baselines and classifiers are fitted, and tested cells (`Fold.tested`).
 """
 
 import os

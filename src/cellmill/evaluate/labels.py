@@ -138,9 +138,9 @@ def predict_from_other_half(context: Context) -> np.ndarray:
     predictions = context.prediction_cache.predictions
     with without_overhead():
         precompute_folds(shared, labels, folds, predictions, [REGRESSION])
-        for _, train, test in folds:
-            fitted = CachedClassifiers(
-                {REGRESSION: predictions}, classifiers, shared[train], labels[train]
+        for _, fitted, tested in folds:
+            half_classifiers = CachedClassifiers(
+                {REGRESSION: predictions}, classifiers, shared[fitted], labels[fitted]
             )
-            predicted[cells[test]] = fitted.predict(shared[test])[REGRESSION]
+            predicted[cells[tested]] = half_classifiers.predict(shared[tested])[REGRESSION]
     return predicted

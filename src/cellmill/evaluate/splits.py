@@ -17,8 +17,8 @@ class Fold(NamedTuple):
     """Cells or units of one fold or draw, as indices."""
 
     repetition: int
-    train: np.ndarray  # those that classifiers and predictions are fitted on
-    test: np.ndarray
+    fitted: np.ndarray  # those that classifiers and predictions are fitted on
+    tested: np.ndarray
 
 
 def split_by_class(
@@ -27,8 +27,8 @@ def split_by_class(
     """Stratified folds of classes with at least `n_folds` cells each, drawn anew in each repetition."""
     for repetition in range(n_repetitions):
         splitter = StratifiedKFold(n_folds, shuffle=True, random_state=seed + repetition)
-        for train, test in splitter.split(labels, labels):
-            yield Fold(repetition, train, test)
+        for fitted, tested in splitter.split(labels, labels):
+            yield Fold(repetition, fitted, tested)
 
 
 def draw_shots(
@@ -38,9 +38,9 @@ def draw_shots(
     for repetition in range(n_repetitions):
         generator = seeded(seed, (shots << 32) + repetition)
         drawn = [generator.permutation(np.flatnonzero(labels == name)) for name in classes]
-        train = np.concatenate([cells[:shots] for cells in drawn])
-        test = np.concatenate([cells[shots:] for cells in drawn])
-        yield Fold(repetition, train, test)
+        fitted = np.concatenate([cells[:shots] for cells in drawn])
+        tested = np.concatenate([cells[shots:] for cells in drawn])
+        yield Fold(repetition, fitted, tested)
 
 
 def split_groups(
@@ -59,10 +59,10 @@ def split_groups(
     if n_groups < 2:
         return folds
     for rows in GroupKFold(min(n_groups, most_folds)).split(known, groups=names):
-        train, test = (known[indices] for indices in rows)
-        has_classes = labels is None or len(np.unique(labels[train])) > 1
-        if has_classes and min(len(train), len(test)) >= min_cells:
-            folds.append(Fold(len(folds), train, test))
+        fitted, tested = (known[indices] for indices in rows)
+        has_classes = labels is None or len(np.unique(labels[fitted])) > 1
+        if has_classes and min(len(fitted), len(tested)) >= min_cells:
+            folds.append(Fold(len(folds), fitted, tested))
     return folds
 
 

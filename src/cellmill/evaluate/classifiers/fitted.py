@@ -144,18 +144,18 @@ def precompute_folds(
         regressions: list[FoldRegression] = []
         tested: list[tuple[str, np.ndarray, np.ndarray]] = []  # key, cells, classes
         for fold in folds:
-            fitted = shared[fold.train]
-            fitted_labels = labels[fold.train]
+            fitted = shared[fold.fitted]
+            fitted_labels = labels[fold.fitted]
             n, width = fitted.shape
             if n > width or is_small_problem(fitted.shape):
                 continue
             cached = CachedClassifiers({name: known}, {name: classifier}, fitted, fitted_labels)
-            key = cached.keys(shared[fold.test])[name]
+            key = cached.keys(shared[fold.tested])[name]
             if key not in known:
                 classes, class_of_cell = np.unique(fitted_labels, return_inverse=True)
                 targets = np.eye(len(classes))[:, class_of_cell]
                 regressions.append(FoldRegression(fitted.rows, targets))
-                tested.append((key, shared.rows[fold.test], classes))
+                tested.append((key, shared.rows[fold.tested], classes))
         with report_early_stop(name, shared.shape[1]):
             logits = fit_folds(shared.source, regressions, classifier.standardised)
         shared.source.forget_scaled()  # before the products of the next name fill as much memory

@@ -164,7 +164,7 @@ class Degraded(Task):
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
                 predicted = self._predict_fold(context, features, adapted, chosen.labels, fold)
                 for column, classes in predicted.items():
-                    predictions.record(column, repetition, fold.test, classes)
+                    predictions.record(column, repetition, fold.tested, classes)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         metric = f"{config.levels()[-1]}, {SHIFTED}"
         return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
@@ -222,7 +222,7 @@ class Degraded(Task):
             for column, by_method in added.items():
                 predicted[column] |= by_method
         for by_method in predicted.values():
-            by_method[MAJORITY] = predict_majority(labels[fold.train], len(fold.test))
+            by_method[MAJORITY] = predict_majority(labels[fold.fitted], len(fold.tested))
         return predicted
 
     def _predict(
@@ -239,9 +239,9 @@ class Degraded(Task):
         this is one level, as of a panel, all three columns have the *matched* prediction.
         """
         neighbors = self.config.neighbors
-        fitted_labels = labels[fold.train]
+        fitted_labels = labels[fold.fitted]
         fitted_features = {
-            level: select_cells(features_of_level, fold.train)
+            level: select_cells(features_of_level, fold.fitted)
             for level, features_of_level in features.items()
         }
         by_level = {
@@ -256,7 +256,7 @@ class Degraded(Task):
         )
         predicted = {}
         for level in tested_levels:
-            tested = select_cells(features[level], fold.test)
+            tested = select_cells(features[level], fold.tested)
             if level == WHOLE:
                 predicted[WHOLE] = predict_all(by_level[WHOLE], tested)
                 continue

@@ -2,7 +2,7 @@
 `few_shot` and `leave_out`.
 
 All features get the same folds, and all but RANKED the same classifiers. Whatever is fitted is fitted
-on the cells of a fold that are not tested (`Fold.train`), except components of the model's training
+on the cells of a fold that are not tested (`Fold.fitted`), except components of the model's training
 cells.
 """
 
@@ -56,7 +56,7 @@ def predict_folds(
     """Record the predicted classes of the tested cells of each fold in `predictions`.
 
     `features` are of all cells, `(cells, width)` each. Each fold adds features that are fitted on its
-    cells `train`: RANKED and, if `with_fitted_features`, the features of `fit_components` and
+    cells `fitted`: RANKED and, if `with_fitted_features`, the features of `fit_components` and
     WITH_COMPONENTS. `with_fitted_features` also adds MAJORITY: the only task without these features,
     `few_shot`, fits equally many cells of each class, so no class is the largest.
     """
@@ -68,58 +68,58 @@ def predict_folds(
         precompute_folds(shared, labels, folds, context.prediction_cache.predictions)
     # components of all folds before the ranks of genes, which take as much memory
     components = [
-        fit_components(shared, fold.train, COMPONENTS, context.prediction_cache)
+        fit_components(shared, fold.fitted, COMPONENTS, context.prediction_cache)
         if with_fitted_features
         else {}
         for fold in folds
     ]
     ranked = RankedGenes(shared.matrix)
-    for (repetition, train, test), fitted_components in zip(folds, components):
-        selected = ranked.select(train, labels[train])
+    for (repetition, fitted, tested), fitted_components in zip(folds, components):
+        selected = ranked.select(fitted, labels[fitted])
         fold_features = {**features, RANKED: selected, **fitted_components}
         if with_fitted_features:
-            fold_features[WITH_COMPONENTS] = _join_components(features, train)
-        train_features = select_cells(fold_features, train)
-        classifiers = make_cached_classifiers(train_features, labels[train], neighbors, context)
-        predicted = predict_all(classifiers, select_cells(fold_features, test))
+            fold_features[WITH_COMPONENTS] = _join_components(features, fitted)
+        fitted_features = select_cells(fold_features, fitted)
+        classifiers = make_cached_classifiers(fitted_features, labels[fitted], neighbors, context)
+        predicted = predict_all(classifiers, select_cells(fold_features, tested))
         if with_fitted_features:
-            predicted[MAJORITY] = predict_majority(labels[train], len(test))
-        predictions.record(condition, repetition, test, predicted)
+            predicted[MAJORITY] = predict_majority(labels[fitted], len(tested))
+        predictions.record(condition, repetition, tested, predicted)
 
 
-def _join_components(features: Features, train: np.ndarray) -> np.ndarray:
-    """Embedding, standardised on cells `train` (indices), next to the components of the model's training
+def _join_components(features: Features, fitted: np.ndarray) -> np.ndarray:
+    """Embedding, standardised on cells `fitted` (indices), next to the components of the model's training
     cells: `(cells, width + components)`.
     """
-    scaler = StandardScaler().fit(features[EMBEDDING][train])
+    scaler = StandardScaler().fit(features[EMBEDDING][fitted])
     return np.hstack([scaler.transform(features[EMBEDDING]), features[TRAINING_COMPONENTS]])
 
 
 def fit_components(
-    shared: SharedCells, train: np.ndarray, n_components: int, cache: PredictionCache
+    shared: SharedCells, fitted: np.ndarray, n_components: int, cache: PredictionCache
 ) -> ByMethod:
-    """Principal components of all cells, fitted on cells `train`: of all genes, and of the variable
+    """Principal components of all cells, fitted on cells `fitted`: of all genes, and of the variable
     genes unless all genes count as variable. Empty if there are too few cells or genes.
     """
     n_genes = shared.shape[1]
-    if min(len(train), n_genes) < 2:
+    if min(len(fitted), n_genes) < 2:
         return {}
-    unfitted = pca((len(train), n_genes), n_components)
+    unfitted = pca((len(fitted), n_genes), n_components)
     features = {
         ScoredMethod(f"PCA{n_components}"): cache.get_or_compute(
-            f"{unfitted!r} from products, fitted on {train.tolist()}",
+            f"{unfitted!r} from products, fitted on {fitted.tolist()}",
             shared,
-            lambda: project_on_fitted(shared.products(shared), train, unfitted.n_components),
+            lambda: project_on_fitted(shared.products(shared), fitted, unfitted.n_components),
         )
     }
     if n_genes > VARIABLE_GENES:
         profiles = shared.matrix
-        variable = profiles[:, choose_variable_genes(profiles[train])]
-        unfitted_variable = pca((len(train), variable.shape[1]), n_components)
+        variable = profiles[:, choose_variable_genes(profiles[fitted])]
+        unfitted_variable = pca((len(fitted), variable.shape[1]), n_components)
         method = ScoredMethod(f"PCA{n_components} of variable genes")
         features[method] = cache.get_or_compute(
-            f"{unfitted_variable!r} fitted on {train.tolist()}",
+            f"{unfitted_variable!r} fitted on {fitted.tolist()}",
             variable,
-            lambda: unfitted_variable.fit(variable[train]).transform(variable),
+            lambda: unfitted_variable.fit(variable[fitted]).transform(variable),
         )
     return features

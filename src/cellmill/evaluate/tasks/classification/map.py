@@ -67,29 +67,30 @@ class MethodResult:
 class LabelledVectors:
     """Labelled cells with their features and donors."""
 
+    features_method: ScoredMethod  # names the features, without a classifier
     vectors: np.ndarray  # (cells, width) float32
     labels: np.ndarray  # (cells,) text
     donors: np.ndarray  # (cells,) text
 
     def fit_probabilities(
-        self, train: np.ndarray, test: np.ndarray
+        self, fitted: np.ndarray, tested: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Classes of a regression fitted on cells `train`, and their probabilities for cells `test`
-        (both indices), `(len(test), classes)`.
+        """Classes of a regression fitted on cells `fitted`, and their probabilities for cells `tested`
+        (both indices), `(len(tested), classes)`.
         """
-        model = LogisticRegression(standardised=True).fit(self.vectors[train], self.labels[train])
-        logits = self.vectors[test].astype(np.float64) @ model.coefficients + model.intercepts
+        model = LogisticRegression(standardised=True).fit(self.vectors[fitted], self.labels[fitted])
+        logits = self.vectors[tested].astype(np.float64) @ model.coefficients + model.intercepts
         return model.classes, softmax(logits)
 
-    def novelty_without_donors(self, train: np.ndarray) -> np.ndarray:
-        """Novelty of the cells `train` (indices) by regressions without their donors,
-        `(len(train),)` float64; NaN for a cell without such a regression.
+    def novelty_without_donors(self, fitted: np.ndarray) -> np.ndarray:
+        """Novelty of the cells `fitted` (indices) by regressions without their donors,
+        `(len(fitted),)` float64; NaN for a cell without such a regression.
         """
-        novelty = np.full(len(train), np.nan)
-        donors = pd.Series(self.donors[train])
-        for _, fitted, tested in split_groups(donors, INNER_FOLDS, self.labels[train]):
-            _, probabilities = self.fit_probabilities(train[fitted], train[tested])
-            novelty[tested] = 1 - probabilities.max(axis=1)
+        novelty = np.full(len(fitted), np.nan)
+        donors = pd.Series(self.donors[fitted])
+        for inner in split_groups(donors, INNER_FOLDS, self.labels[fitted]):
+            _, probabilities = self.fit_probabilities(fitted[inner.fitted], fitted[inner.tested])
+            novelty[inner.tested] = 1 - probabilities.max(axis=1)
         return novelty
 
 
@@ -149,20 +150,24 @@ class MapCells(Task):
         n_known: Counter[ScoredMethod] = Counter()
         n_known_refused: Counter[ScoredMethod] = Counter()
         with without_overhead():
-            for fold, train, test in folds:
-                is_known = np.isin(labels[test], labels[train])
-                for source, values in features.items():
-                    cells = LabelledVectors(np.asarray(values, np.float32), labels, donors)
-                    mapped = self._map_cells(source, cells, train, test)
+            for repetition, fitted, tested in folds:
+                is_known = np.isin(labels[tested], labels[fitted])
+                for features_method, values in features.items():
+                    cells = LabelledVectors(
+                        features_method, np.asarray(values, np.float32), labels, donors
+                    )
+                    mapped = self._map_cells(cells, fitted, tested)
                     for method, result in mapped.items():
-                        predictions.record("", fold, test, {method: result.labels})
+                        predictions.record("", repetition, tested, {method: result.labels})
                         if result.can_refuse:
                             n_known[method] += int(is_known.sum())
                             n_known_refused[method] += int(result.is_refused[is_known].sum())
                     for name in types:
-                        mapped = self._map_new_type(source, cells, train, test, name)
+                        mapped = self._map_new_type(cells, fitted, tested, name)
                         for method, result in mapped.items():
-                            new_types.record(fold, name, method, labels[test] == name, result)
+                            new_types.record(
+                                repetition, name, method, labels[tested] == name, result
+                            )
         metric = f"accuracy, {PLURALS[role]} not seen"
         columns = [predictions.column("", "accuracy", "accuracy", metric)]
         if terms is not None:
@@ -188,60 +193,59 @@ class MapCells(Task):
         return sizes.features_s(n) + n_maps * 1e-4 * n
 
     def _map_new_type(
-        self,
-        method: ScoredMethod,
-        cells: LabelledVectors,
-        train: np.ndarray,
-        test: np.ndarray,
-        name: str,
+        self, cells: LabelledVectors, fitted: np.ndarray, tested: np.ndarray, name: str
     ) -> dict[ScoredMethod, MethodResult]:
         """As `_map_cells`, without the fitted cells of type `name`; empty if too few cells remain
         on either side.
         """
-        is_new = cells.labels[test] == name
-        is_kept = cells.labels[train] != name
+        is_new = cells.labels[tested] == name
+        is_kept = cells.labels[fitted] != name
         n_fewest = min(is_new.sum(), (~is_new).sum())
-        if n_fewest < MIN_TESTED or len(np.unique(cells.labels[train[is_kept]])) < 2:
+        if n_fewest < MIN_TESTED or len(np.unique(cells.labels[fitted[is_kept]])) < 2:
             return {}
-        return self._map_cells(method, cells, train[is_kept], test)
+        return self._map_cells(cells, fitted[is_kept], tested)
 
     def _map_cells(
-        self, method: ScoredMethod, cells: LabelledVectors, train: np.ndarray, test: np.ndarray
+        self, cells: LabelledVectors, fitted: np.ndarray, tested: np.ndarray
     ) -> dict[ScoredMethod, MethodResult]:
-        """The cells `test` mapped by the vote of an atlas of the cells `train`, and by a regression
+        """The cells `tested` mapped by the vote of an atlas of the cells `fitted`, and by a regression
         fitted on these.
         """
         return {
-            replace(method, classifier=VOTE): self._vote(cells, train, test),
-            replace(method, classifier=REGRESSION): self._regress(cells, train, test),
+            replace(cells.features_method, classifier=VOTE): self._vote(cells, fitted, tested),
+            replace(cells.features_method, classifier=REGRESSION): self._regress(
+                cells, fitted, tested
+            ),
         }
 
-    def _vote(self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray) -> MethodResult:
-        """The cells `test` mapped to an atlas of the cells `train`, both indices of cells."""
-        texts = cells.labels[train].astype(object)
+    def _vote(self, cells: LabelledVectors, fitted: np.ndarray, tested: np.ndarray) -> MethodResult:
+        """The cells `tested` mapped to an atlas of the cells `fitted`, both indices of cells."""
+        texts = cells.labels[fitted].astype(object)
         embedded = EmbeddedCells(
             dataset="",
             label_column="",
-            vectors=cells.vectors[train],
-            rows=train,
+            vectors=cells.vectors[fitted],
+            rows=fitted,
             labels=texts,
-            donors=cells.donors[train],
+            donors=cells.donors[fitted],
         )
         section = Atlas.model_validate({"neighbors": self.config.neighbors})
         atlas = make_atlas([embedded], "", section)
         map_options = Map.model_validate({"refuse_frac": self.config.refuse_frac})
-        mapped = map_vectors(atlas, cells.vectors[test], Seen(None, ""), map_options)
+        mapped = map_vectors(atlas, cells.vectors[tested], Seen(None, ""), map_options)
         names = pd.Series(mapped.labels).astype(object)
         novelty = np.nan_to_num(mapped.obs[DISTANCE].astype(np.float64), nan=MAX_NOVELTY)
         return MethodResult(
             names.fillna(NONE).to_numpy(str), np.asarray(mapped.obs[REFUSED]), novelty
         )
 
-    def _regress(self, cells: LabelledVectors, train: np.ndarray, test: np.ndarray) -> MethodResult:
-        """Classes of the cells `test` by a logistic regression fitted on the cells `train`."""
-        classes, probabilities = cells.fit_probabilities(train, test)
+    def _regress(
+        self, cells: LabelledVectors, fitted: np.ndarray, tested: np.ndarray
+    ) -> MethodResult:
+        """Classes of the cells `tested` by a logistic regression fitted on the cells `fitted`."""
+        classes, probabilities = cells.fit_probabilities(fitted, tested)
         novelty = 1 - probabilities.max(axis=1)
-        reference = cells.novelty_without_donors(train)
+        reference = cells.novelty_without_donors(fitted)
         reference = reference[np.isfinite(reference)]
         percentile = find_percentiles(reference, novelty)
         is_refused = find_refused(percentile, self.config.refuse_frac)
@@ -251,10 +255,12 @@ class MapCells(Task):
 
 
 def _list_other_classes(labels: np.ndarray, folds: list[Fold]) -> tuple[str, ...]:
-    """NONE, and the terms that the atlas of any fold may predict: its labels decide how they are spelt."""
+    """NONE, and the terms that the atlas of any fold may predict. The labels of a fold's atlas decide whether
+    superclasses appear as ids or as names.
+    """
     others = {NONE}
-    for _, train, _ in folds:
-        terms = find_terms(sorted({*labels[train].tolist()}))
+    for fold in folds:
+        terms = find_terms(sorted({*labels[fold.fitted].tolist()}))
         others.update(terms.names if terms is not None else ())
     return tuple(others)
 

@@ -110,8 +110,8 @@ class Imputation(Task):
             )
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)
-            for train, test in splitter.split(cells):
-                folds.append(Fold(repetition, train, test))
+            for fitted, tested in splitter.split(cells):
+                folds.append(Fold(repetition, fitted, tested))
         return "cells", folds
 
     def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
@@ -190,20 +190,20 @@ class Imputation(Task):
         for fold in folds:
             for method, values in by_method.items():
                 yield FoldPrediction(
-                    method, fold.repetition, n_repetitions, fold.test, values[fold.test]
+                    method, fold.repetition, n_repetitions, fold.tested, values[fold.tested]
                 )
         expression = partly_hidden.hidden_expression
         for fold in folds:
             by_method = predict_by_regressions(
-                expression[fold.train],
-                features.select(fold.train),
-                features.select(fold.test),
+                expression[fold.fitted],
+                features.select(fold.fitted),
+                features.select(fold.tested),
                 neighbors,
             )
             for method, values in by_method.items():
                 # fitted on other cells than the model: a row of its own, in no verdict
                 noted = replace(add_note(method, ", folds of scored cells"), kind="variant")
-                yield FoldPrediction(noted, fold.repetition, n_repetitions, fold.test, values)
+                yield FoldPrediction(noted, fold.repetition, n_repetitions, fold.tested, values)
 
 
 def _print_sizes(dataset: str, figures: Mapping[str, Any]) -> None:

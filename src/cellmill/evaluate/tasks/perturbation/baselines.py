@@ -27,27 +27,27 @@ ADDITIVE = ScoredMethod("additive")
 
 
 def predict_new_perturbations(
-    changes: np.ndarray, train: np.ndarray, test: np.ndarray, features: ByMethod, neighbors: int
+    changes: np.ndarray, fitted: np.ndarray, tested: np.ndarray, features: ByMethod, neighbors: int
 ) -> ChangesByMethod:
     """Predict changes under perturbations that no fitted unit has.
 
-    `changes` are `(U, G)`, `train` and `test` units, and `features` `(U, F)`. Units with NaN rows
+    `changes` are `(U, G)`, `fitted` and `tested` units, and `features` `(U, F)`. Units with NaN rows
     have no features and get the mean of the fitted units.
     """
-    no_change = np.zeros((len(test), changes.shape[1]))
-    mean = no_change + changes[train].mean(0)
+    no_change = np.zeros((len(tested), changes.shape[1]))
+    mean = no_change + changes[fitted].mean(0)
     predicted = {NO_CHANGE: no_change, MEAN: mean}
     for source, vectors in features.items():
         by_classifier = {name: mean.copy() for name in ("linear", "nearest", KNN)}
         has_features = np.isfinite(vectors.sum(1))
-        fitted = train[has_features[train]]  # units that predictions are fitted on
-        rows = np.flatnonzero(has_features[test])  # rows of the prediction
-        if len(fitted) >= MIN_FITTED and len(rows):
-            scaler = StandardScaler().fit(vectors[fitted])
-            keys = scaler.transform(vectors[fitted])
-            queries = scaler.transform(vectors[test[rows]])
+        known = fitted[has_features[fitted]]  # units that predictions are fitted on
+        rows = np.flatnonzero(has_features[tested])  # rows of the prediction
+        if len(known) >= MIN_FITTED and len(rows):
+            scaler = StandardScaler().fit(vectors[known])
+            keys = scaler.transform(vectors[known])
+            queries = scaler.transform(vectors[tested[rows]])
             for name, values in _predict_from_features(
-                keys, queries, changes[fitted], neighbors
+                keys, queries, changes[known], neighbors
             ).items():
                 by_classifier[name][rows] = values
         for name, values in by_classifier.items():
@@ -82,8 +82,8 @@ def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
 
 def predict_new_contexts(
     changes: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
+    fitted: np.ndarray,
+    tested: np.ndarray,
     perturbation: np.ndarray,
     controls: np.ndarray,
 ) -> ChangesByMethod:
@@ -93,23 +93,23 @@ def predict_new_contexts(
     controls of each unit. A perturbation without a fitted unit gets the mean of the fitted
     units.
     """
-    no_change = np.zeros((len(test), changes.shape[1]))
-    mean = no_change + changes[train].mean(0)
+    no_change = np.zeros((len(tested), changes.shape[1]))
+    mean = no_change + changes[fitted].mean(0)
     same_mean = mean.copy()
     nearest = mean.copy()
-    for row, unit in enumerate(test):
-        same = train[perturbation[train] == perturbation[unit]]
+    for row, unit in enumerate(tested):
+        same = fitted[perturbation[fitted] == perturbation[unit]]
         if len(same):
             same_mean[row] = changes[same].mean(0)
             distances = np.abs(controls[same] - controls[unit]).mean(1)
             nearest[row] = changes[same[distances.argmin()]]
     # (U, perturbations of fitted units)
-    names = np.unique(perturbation[train])
+    names = np.unique(perturbation[fitted])
     one_hot = (perturbation[:, None] == names).astype(float)
     linear = mean
-    if len(train) > 1:
-        ridge = RidgeCV(ALPHAS).fit(one_hot[train], changes[train])
-        linear = ridge.predict(one_hot[test])
+    if len(fitted) > 1:
+        ridge = RidgeCV(ALPHAS).fit(one_hot[fitted], changes[fitted])
+        linear = ridge.predict(one_hot[tested])
     return {
         NO_CHANGE: no_change,
         MEAN: mean,
@@ -121,8 +121,8 @@ def predict_new_contexts(
 
 def sum_changes_of_parts(
     changes: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
+    fitted: np.ndarray,
+    tested: np.ndarray,
     perturbation: np.ndarray,
     unit_context: np.ndarray,
     parts: Sequence[Sequence[str]],
@@ -134,11 +134,11 @@ def sum_changes_of_parts(
     any such part has NaN. `perturbation` and `unit_context`, `(U,)`, name each unit's perturbation
     and context, `parts` its parts.
     """
-    sums = np.full((len(test), changes.shape[1]), np.nan)
-    for row, unit in enumerate(test):
+    sums = np.full((len(tested), changes.shape[1]), np.nan)
+    for row, unit in enumerate(tested):
         part_changes = []
         for part in parts[unit]:
-            single = train[perturbation[train] == part]
+            single = fitted[perturbation[fitted] == part]
             if not len(single):
                 continue
             in_context = single[unit_context[single] == unit_context[unit]]

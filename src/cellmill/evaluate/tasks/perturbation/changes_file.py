@@ -51,7 +51,7 @@ def write_changes(
     can be held out.
     """
     units, folds = _hold_out(context, config)
-    tested = np.sort(np.concatenate([fold.test for fold in folds]))
+    tested = np.sort(np.concatenate([fold.tested for fold in folds]))
     predictions = [*ChangePredictor(units).predict(folds)]
     changes = _collect_changes(folds, predictions, tested)
     scores = score_predictions(units, folds, predictions)
@@ -119,7 +119,7 @@ def _collect_changes(
     """
     changes: ChangesByMethod = {}
     for fold, by_method in zip(folds, predictions):
-        rows = np.searchsorted(tested, fold.test)
+        rows = np.searchsorted(tested, fold.tested)
         for method, values in by_method.items():
             if method not in changes:
                 changes[method] = np.full((len(tested), values.shape[1]), np.nan)

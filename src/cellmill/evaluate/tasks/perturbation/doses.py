@@ -157,8 +157,8 @@ def fit_hill(log_dose: np.ndarray, changes: np.ndarray) -> Curve:
 
 def predict_new_doses(
     changes: np.ndarray,
-    train: np.ndarray,
-    test: np.ndarray,
+    fitted: np.ndarray,
+    tested: np.ndarray,
     compound: np.ndarray,
     log_dose: np.ndarray,
 ) -> ChangesByMethod:
@@ -167,11 +167,11 @@ def predict_new_doses(
     `changes` are (U, G), `compound` and `log_dose` (U,). A compound without fitted units has the
     mean of all.
     """
-    no_change = np.zeros((len(test), changes.shape[1]))
-    mean = no_change + changes[train].mean(0)
+    no_change = np.zeros((len(tested), changes.shape[1]))
+    mean = no_change + changes[fitted].mean(0)
     predicted = {method: mean.copy() for method in (SAME_MEAN, SAME_NEAREST, LINEAR, HILL)}
-    for row, unit in enumerate(test):
-        same = train[compound[train] == compound[unit]]
+    for row, unit in enumerate(tested):
+        same = fitted[compound[fitted] == compound[unit]]
         if not len(same):
             continue
         fitted_changes = changes[same]
@@ -202,9 +202,9 @@ def describe_linear_doses(
     reasons: Counter[str] = Counter()
     n_tested = 0
     for fold in folds:
-        n_tested += len(fold.test)
-        for unit in fold.test:
-            same = fold.train[compound[fold.train] == compound[unit]]
+        n_tested += len(fold.tested)
+        for unit in fold.tested:
+            same = fold.fitted[compound[fold.fitted] == compound[unit]]
             if not len(same):
                 continue  # it has the mean of all
             reasons[fit_hill(log_dose[same], changes[same]).reason] += 1

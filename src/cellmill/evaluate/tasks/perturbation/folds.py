@@ -77,8 +77,8 @@ def _divide_contexts(units: PerturbedUnits) -> Iterator[Fold]:
     """Folds of whole contexts, at most `most_folds`."""
     n_folds = min(len(np.unique(units.group_of_unit)), units.config.most_folds)
     splitter = GroupKFold(n_folds)
-    for train, test in splitter.split(units.group_of_unit, groups=units.group_of_unit):
-        yield Fold(0, train, test)
+    for fitted, tested in splitter.split(units.group_of_unit, groups=units.group_of_unit):
+        yield Fold(0, fitted, tested)
 
 
 def explain_no_folds(units: PerturbedUnits) -> str:

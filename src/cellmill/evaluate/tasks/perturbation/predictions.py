@@ -75,30 +75,30 @@ class ChangePredictor:
         units = self.units
         changes = self.changes_from_start
         for fold in folds:
-            train = fold.train
-            test = fold.test
+            fitted = fold.fitted
+            tested = fold.tested
             predicted: ChangesByMethod = {}
             if units.held_out == PERTURBATION:
                 predicted |= predict_new_perturbations(
-                    changes, train, test, self.features, units.config.neighbors
+                    changes, fitted, tested, self.features, units.config.neighbors
                 )
             if units.split_file is not None:
                 predicted |= self._predict_from_parts(fold)
             # the perturbation of a fitted unit, tested at another dose or in another context
-            is_fitted = np.isin(units.perturbation[test], units.perturbation[train])
+            is_fitted = np.isin(units.perturbation[tested], units.perturbation[fitted])
             if units.held_out == DOSE:
                 predicted |= predict_new_doses(
-                    changes, train, test, units.perturbation, units.log_dose
+                    changes, fitted, tested, units.perturbation, units.log_dose
                 )
             elif units.held_out != PERTURBATION or is_fitted.any():
                 controls = units.profiles.unit_controls(
                     units.unit_of_cell, units.n_units, self.start_means
                 )
                 predicted |= predict_new_contexts(
-                    changes, train, test, units.perturbation, controls
+                    changes, fitted, tested, units.perturbation, controls
                 )
             if self.responses is not None:
-                predicted[RESPONSE] = self.responses[test]
+                predicted[RESPONSE] = self.responses[tested]
             yield predicted
 
     def _predict_from_parts(self, fold: Fold) -> ChangesByMethod:
@@ -110,13 +110,13 @@ class ChangePredictor:
         parts = [units.part_names.parts_or_whole(name) for name in units.perturbation.tolist()]
         predicted: ChangesByMethod = {}
         if any(units.unit_context):
-            is_same = units.unit_context[fold.test][:, None] == units.unit_context[fold.train]
+            is_same = units.unit_context[fold.tested][:, None] == units.unit_context[fold.fitted]
             n_same = is_same.sum(1, keepdims=True)
             if n_same.all():
-                predicted[CONTEXT_MEAN] = is_same @ changes[fold.train] / n_same
-        if max(len(parts[unit]) for unit in fold.test) > 1:
+                predicted[CONTEXT_MEAN] = is_same @ changes[fold.fitted] / n_same
+        if max(len(parts[unit]) for unit in fold.tested) > 1:
             sums = sum_changes_of_parts(
-                changes, fold.train, fold.test, units.perturbation, units.unit_context, parts
+                changes, fold.fitted, fold.tested, units.perturbation, units.unit_context, parts
             )
             if np.isfinite(sums).all():
                 predicted[ADDITIVE] = sums

@@ -69,7 +69,7 @@ def score_predictions(
     controls = units.profiles.control_means(REFERENCE_HALF)
     measured = units.profiles.changes(units.scored_unit_of_cell, units.n_units, controls)
     pairs = (
-        {method: ChangePair(change, measured[fold.test]) for method, change in changes.items()}
+        {method: ChangePair(change, measured[fold.tested]) for method, change in changes.items()}
         for fold, changes in zip(folds, predictions)
     )
     return score_pairs(units, folds, pairs)
@@ -88,12 +88,12 @@ def score_pairs(
     for fold, pair_by_method in zip(folds, pairs):
         for method, pair in pair_by_method.items():
             unit_scores = change_scores(
-                pair.predicted, pair.measured, perturbed[fold.test], units.config.top_genes
+                pair.predicted, pair.measured, perturbed[fold.tested], units.config.top_genes
             )
             for metric, values in unit_scores.items():
                 empty = np.full((n_repetitions, units.n_units), np.nan)
                 method_scores = by_unit[metric].setdefault(method, empty)
-                method_scores[fold.repetition, fold.test] = values
+                method_scores[fold.repetition, fold.tested] = values
     scores: Scores = {metric: {} for metric in METRICS}
     for metric, by_method in by_unit.items():
         for method, unit_values in by_method.items():
@@ -119,11 +119,11 @@ def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, Ch
         controls = units.profiles.control_means(half_of_controls)
         unit_of_cell = np.where(half_of_cell == half, units.scored_unit_of_cell, -1)
         changes = units.profiles.changes(unit_of_cell, units.n_units, controls)
-        halves.append(changes[fold.test])
+        halves.append(changes[fold.tested])
     first, second = halves
     pairs = {CEILING: ChangePair(first, second)}
     if units.held_out == PERTURBATION:
-        fitted_changes = predictor.changes_from_start[fold.train]
+        fitted_changes = predictor.changes_from_start[fold.fitted]
         nearest = cross_correlations(first.T, fitted_changes.T).argmax(1)
         pairs[BEST_OTHER] = ChangePair(fitted_changes[nearest], second)
     return pairs
@@ -138,5 +138,5 @@ def predict_probes(
     for fold, predicted in zip(folds, predictor.predict(folds)):
         probes: ChangesByMethod = {}
         for method in methods:
-            probes |= make_probes(method, predicted[method], fold.test, noise, seed)
+            probes |= make_probes(method, predicted[method], fold.tested, noise, seed)
         yield probes

@@ -125,7 +125,7 @@ class Perturbation(Task):
         """A result with figures of the units, for metrics.json, and nothing scored yet."""
         units = predictor.units
         held_out = units.held_out
-        tested = {name for fold in folds for name in units.perturbation[fold.test]}
+        tested = {name for fold in folds for name in units.perturbation[fold.tested]}
         genes = dict(zip(units.perturbation, units.genes))
         figures: dict[str, Any] = {
             f"{held_out}_perturbations_tested": len(tested),
@@ -218,7 +218,7 @@ def describe_split(
     unnamed = units.perturbation[units.split_of_unit == ""]
     figures["split_unnamed"] = ", ".join(np.unique(unnamed)) or "none"
     for novelty, [fold] in folds_by_novelty.items():
-        figures["tested_" + re.sub(r"\W", "_", novelty)] = len(fold.test)
+        figures["tested_" + re.sub(r"\W", "_", novelty)] = len(fold.tested)
     return figures
 
 
@@ -239,7 +239,7 @@ def note_contradictions(
         for file_novelty in sorted({*split_file.novelty_in_file.values()} - {novelty}):
             differing = [
                 unit
-                for unit in fold.test
+                for unit in fold.tested
                 if split_file.novelty_in_file.get(units.perturbation[unit]) == file_novelty
             ]
             if differing:
