@@ -237,7 +237,7 @@ def test_changed_inputs_change_the_key_of_predictions(tmp_path: Path) -> None:
         (newton, "MAX_KERNEL_CELLS"),
         (logistic, "MAX_DENSE_SIDE"),
         (products, "MAX_DOUBLE"),
-        (components, "NO_SPREAD"),
+        (components, "MIN_SINGULAR_RATIO"),
     ],
 )
 def test_a_constant_of_the_algorithm_changes_the_key(

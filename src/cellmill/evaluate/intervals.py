@@ -14,7 +14,7 @@ pretraining seeds, fitted cells, donors or batches; other donors are covered onl
 repetitions are left-out donors.
 
 The share p of a gap that a method closes is a ratio of two such differences. Its interval is the
-one of the linear combination score - p * ceiling - (1 - p) * zero over the same units and
+one of the linear combination score - p * ceiling - (1 - p) * trivial over the same units and
 repetitions, divided by the gap (delta method).
 """
 
@@ -71,20 +71,22 @@ def _cluster_variance(sums: np.ndarray) -> tuple[float, int]:
     return variance, n
 
 
-def share_closed(scores: np.ndarray, zero: np.ndarray, ceiling: np.ndarray) -> ClosedShare | None:
-    """Share of the gap from `zero` to `ceiling` that `scores` close, and its interval; None if the
+def share_closed(
+    scores: np.ndarray, trivial: np.ndarray, ceiling: np.ndarray
+) -> ClosedShare | None:
+    """Share of the gap from `trivial` to `ceiling` that `scores` close, and its interval; None if the
     gap may be 0 or less.
 
     All are `(repetitions, units)`, by the same metric; a unit counts if all of them test it.
     """
-    is_tested = np.isfinite(scores + zero + ceiling)
-    scores, zero, ceiling = (
-        np.where(is_tested, values, np.nan) for values in (scores, zero, ceiling)
+    is_tested = np.isfinite(scores + trivial + ceiling)
+    scores, trivial, ceiling = (
+        np.where(is_tested, values, np.nan) for values in (scores, trivial, ceiling)
     )
-    gap = paired_difference(ceiling, zero)
+    gap = paired_difference(ceiling, trivial)
     if gap.low <= 0:
         return None
-    share = paired_difference(scores, zero).mean / gap.mean
+    share = paired_difference(scores, trivial).mean / gap.mean
     # 0 on average; its interval is the one of the share, times the gap
-    rest = paired_difference(scores - zero, share * (ceiling - zero))
+    rest = paired_difference(scores - trivial, share * (ceiling - trivial))
     return ClosedShare(share, share + rest.low / gap.mean, share + rest.high / gap.mean)

@@ -107,15 +107,15 @@ class ScoreColumn:
             return None
         sign = -1 if self.lower_is_better else 1
         ceiling_method, ceiling = self.ceiling
-        zero_method, zero = max(
+        trivial_method, trivial = max(
             self.trivial.items(), key=lambda item: sign * float(np.nanmean(item[1]))
         )
-        is_tested = np.isfinite(zero + ceiling)
+        is_tested = np.isfinite(trivial + ceiling)
         if not is_tested.any():
             return None
         gap = Gap(
             self.heading,
-            (zero_method.name, float(zero[is_tested].mean())),
+            (trivial_method.name, float(trivial[is_tested].mean())),
             (ceiling_method.name, float(ceiling[is_tested].mean())),
         )
         baselines = self.select_kind("baseline")
@@ -127,10 +127,10 @@ class ScoreColumn:
         closed = []
         for method in (self.best_model(), self.best(baselines)):
             scores = self.scores[method]
-            n = self._count_units(scores + zero + ceiling)
+            n = self._count_units(scores + trivial + ceiling)
             if n < MIN_UNITS:
                 return replace(gap, n=n)
-            closed_share = share_closed(sign * scores, sign * zero, sign * ceiling)
+            closed_share = share_closed(sign * scores, sign * trivial, sign * ceiling)
             if closed_share is None:
                 return gap
             share, low, high = closed_share

@@ -12,10 +12,10 @@ from sklearn.utils.extmath import svd_flip
 from sklearn.utils.sparsefuncs import mean_variance_axis
 
 COMPONENTS = 50
-# length of a component relative to the first, below which it is noise: rounding errors are below
+# singular value relative to the first, below which a component is noise: rounding errors are below
 # 1e-4, the 50th component of cells is usually above 1e-2
-NO_SPREAD = 3e-4
-NO_SPREAD_SINGLE = 3e-3  # the same, of products that are float32
+MIN_SINGULAR_RATIO = 3e-4
+MIN_SINGULAR_RATIO_SINGLE = 3e-3  # the same, of products that are float32
 # variance of a gene relative to its squared mean, below which it is constant: it is a difference of
 # two sums, whose rounding errors are about 1e-13
 NO_VARIANCE = 1e-12
@@ -67,21 +67,23 @@ class PrincipalComponents(BaseEstimator):
         # eigenvectors of the smaller of X Xᵀ and Xᵀ X, then the exact SVD inside their span
         if n < width:
             basis = find_eigenvectors(multiply_cells, n, self.n_components, profiles.dtype)
-            loadings, lengths, rotation = svd(multiply_transposed(basis), full_matrices=False)
+            loadings, singular_values, rotation = svd(
+                multiply_transposed(basis), full_matrices=False
+            )
             left = basis @ rotation.T
             right = loadings.T
         else:
             basis = find_eigenvectors(multiply_genes, width, self.n_components, profiles.dtype)
-            left, lengths, rotation = svd(multiply(basis), full_matrices=False)
+            left, singular_values, rotation = svd(multiply(basis), full_matrices=False)
             right = rotation @ basis.T
         left, right = svd_flip(left, right, u_based_decision=False)
-        has_spread = lengths > NO_SPREAD * lengths[0]
-        rank = max(1, int(has_spread.sum()))
+        is_kept = singular_values > MIN_SINGULAR_RATIO * singular_values[0]
+        rank = max(1, int(is_kept.sum()))
         self.components_ = right[:rank]
-        lengths = lengths[:rank]
-        self.explained_variance_ = lengths**2 / (n - 1)
+        singular_values = singular_values[:rank]
+        self.explained_variance_ = singular_values**2 / (n - 1)
         self._center = mean @ self.components_.T
-        return np.asarray(left[:, :rank] * lengths)
+        return np.asarray(left[:, :rank] * singular_values)
 
     def transform(self, profiles: sp.csr_matrix) -> np.ndarray:
         """Components of `profiles`, `(cells, genes)`."""
@@ -129,12 +131,12 @@ def project_on_fitted(products: np.ndarray, fitted: np.ndarray, n_components: in
     in_basis = basis.T @ multiply(basis)
     eigenvalues, rotation = np.linalg.eigh(in_basis)
     # the largest first
-    lengths = np.sqrt(np.maximum(eigenvalues[::-1], 0))
+    singular_values = np.sqrt(np.maximum(eigenvalues[::-1], 0))
     vectors = basis @ rotation[:, ::-1]
-    no_spread = NO_SPREAD if gram.dtype == np.float64 else NO_SPREAD_SINGLE
-    has_spread = lengths > no_spread * lengths[0]
-    rank = max(1, int(has_spread.sum()))
-    divisors = np.maximum(lengths[:rank], np.finfo(gram.dtype).tiny)
+    min_ratio = MIN_SINGULAR_RATIO if gram.dtype == np.float64 else MIN_SINGULAR_RATIO_SINGLE
+    is_kept = singular_values > min_ratio * singular_values[0]
+    rank = max(1, int(is_kept.sum()))
+    divisors = np.maximum(singular_values[:rank], np.finfo(gram.dtype).tiny)
     directions = vectors[:, :rank] / divisors
     directions -= directions.mean(0)  # so the mean product of each cell does not matter
     projected = np.empty((n, rank), products.dtype)
