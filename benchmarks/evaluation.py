@@ -35,7 +35,7 @@ from threadpoolctl import threadpool_limits
 from cellmill.data.arrays import log_normalise
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.evaluate.classifiers.fitted import make_classifiers, precompute_folds
-from cellmill.evaluate.features.chosen_genes import RankedGenes
+from cellmill.evaluate.features.chosen_genes import RankScores
 from cellmill.evaluate.features.components import COMPONENTS, pca, project_on_fitted
 from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.methods import KNN, REGRESSION, UNSCALED_REGRESSION
@@ -202,7 +202,7 @@ def print_parts(folder: Path) -> None:
             project_on_fitted(shared.products(shared), split.fitted, COMPONENTS)
 
     once: dict[str, Callable[[], object]] = {
-        "ranks of genes": lambda: RankedGenes(profiles),
+        "ranks of genes": lambda: RankScores(profiles),
         "products": lambda: shared.source.plain,
         "scaled products": lambda: shared.source.scaled,
     }

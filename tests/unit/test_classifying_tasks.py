@@ -30,7 +30,7 @@ from cellmill.evaluate.classifiers.class_predictions import CLASS_METRICS, Class
 from cellmill.evaluate.features import cell_features as features_module
 from cellmill.evaluate.features import chosen_genes
 from cellmill.evaluate.features.cell_features import cell_features, compute_features, read_rows
-from cellmill.evaluate.features.chosen_genes import RankedGenes, choose_variable_genes
+from cellmill.evaluate.features.chosen_genes import RankScores, choose_variable_genes
 from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.inference.embed import InferenceModel, embed_cells
 from cellmill.evaluate.labels import choose_cells, labelled_cells, predict_from_other_half
@@ -195,7 +195,7 @@ def test_tied_genes_share_a_rank(
     counts.data[:20] = 0  # stored
     labels = np.array(["a", "b"] * 20)
     expected = _rank_z(log_normalise(counts))
-    ranked = RankedGenes(log_normalise(counts))
+    ranked = RankScores(log_normalise(counts))
     np.testing.assert_allclose(ranked.select(np.arange(40), labels), expected, atol=1e-9)
     monkeypatch.setattr(chosen_genes, "RANKED_GENES", 25)
     train = np.arange(4, 30)

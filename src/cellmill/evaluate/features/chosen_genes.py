@@ -45,7 +45,7 @@ def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
     return np.sort(varying[order[:VARIABLE_GENES]])
 
 
-class RankedGenes:
+class RankScores:
     """Genes of each cell by the rank of their log counts, standardised within the cell; equal
     values share a rank.
 
@@ -71,8 +71,8 @@ class RankedGenes:
         self.excess = sp.csr_matrix(stored, shape=profiles.shape)
 
     def select(self, cells: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Values of all cells, dense, of the RANKED_GENES genes of largest F between the `labels`
-        of some `cells`; genes are in their order.
+        """Values of all cells, dense, of the RANKED_GENES genes with the largest F statistic between the
+        `labels` of some `cells`, in the order of the columns.
         """
         classes, class_of_cell = np.unique(labels, return_inverse=True)
         is_member = np.eye(len(classes))[class_of_cell].T  # (classes, cells)
@@ -100,7 +100,7 @@ class RankedGenes:
 
 
 def _standardise_ranks(profiles: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-    """The `lowest` values and the stored values of the `excess` of some cells (see `RankedGenes`)."""
+    """The `lowest` values and the stored values of the `excess` of some cells (see `RankScores`)."""
     n, width = profiles.shape
     n_expressed = np.diff(profiles.indptr)  # (cells,)
     n_absent = width - n_expressed

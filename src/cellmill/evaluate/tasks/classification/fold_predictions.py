@@ -21,7 +21,7 @@ from cellmill.evaluate.classifiers.fitted import (
 )
 from cellmill.evaluate.features.chosen_genes import (
     VARIABLE_GENES,
-    RankedGenes,
+    RankScores,
     choose_variable_genes,
 )
 from cellmill.evaluate.features.components import COMPONENTS, pca, project_on_fitted
@@ -73,7 +73,7 @@ def predict_folds(
         else {}
         for fold in folds
     ]
-    ranked = RankedGenes(shared.matrix)
+    ranked = RankScores(shared.matrix)
     for (repetition, fitted, tested), fitted_components in zip(folds, components):
         selected = ranked.select(fitted, labels[fitted])
         fold_features = {**features, RANKED: selected, **fitted_components}

@@ -29,7 +29,7 @@ from cellmill.evaluate.classifiers.fitted import (
 from cellmill.evaluate.evaluated_datasets import is_label
 from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import read_rows
-from cellmill.evaluate.features.chosen_genes import RankedGenes
+from cellmill.evaluate.features.chosen_genes import RankScores
 from cellmill.evaluate.features.components import COMPONENTS, pca
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.inference.label_counts import count_by_label
@@ -367,7 +367,7 @@ def _add_fitted_features(
             fitted_features[method] = projection.transform(profiles)
             tested_features[method] = projection.transform(tested_profiles)
     n_fitted = len(labels)
-    ranks = RankedGenes(sp.vstack([profiles, tested_profiles], format="csr"))
+    ranks = RankScores(sp.vstack([profiles, tested_profiles], format="csr"))
     ranked = ranks.select(np.arange(n_fitted), labels)
     fitted_features[RANKED] = ranked[:n_fitted]
     tested_features[RANKED] = ranked[n_fitted:]
