@@ -1,7 +1,8 @@
 """Random draws of an evaluation, and the key of each use.
 
-Draws with the same seed and key are equal. Some uses share a key: they draw different things, or
-from another seed, and other keys would change every evaluation. A new use takes a new key.
+Draws with the same seed and key are equal. Some uses share a key. This does no harm,
+as they draw different things or from another seed, and other keys would change every evaluation. A new
+use takes a new key.
 `splits.draw_shots` makes its keys from the number of shots, shifted by 32 bits, plus the
 repetition. Keys from 1 << 60 are left to tasks of other packages.
 """

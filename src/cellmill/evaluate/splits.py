@@ -58,8 +58,8 @@ def split_groups(
     folds: list[Fold] = []
     if n_groups < 2:
         return folds
-    for rows in GroupKFold(min(n_groups, most_folds)).split(known, groups=names):
-        fitted, tested = (known[indices] for indices in rows)
+    for split in GroupKFold(min(n_groups, most_folds)).split(known, groups=names):
+        fitted, tested = (known[indices] for indices in split)
         has_classes = labels is None or len(np.unique(labels[fitted])) > 1
         if has_classes and min(len(fitted), len(tested)) >= min_cells:
             folds.append(Fold(len(folds), fitted, tested))

@@ -142,7 +142,7 @@ def add_supervision_note(result: TaskResult, note: str) -> TaskResult:
     rows = []
     for row in result.rows:
         method = row.method
-        # not the kind of a variant, but its network: most regressions in folds do not use the model
+        # by network, not by kind: most rows of kind variant, such as regressions in folds, use no model
         if method.kind == "model" or method.network == "trained":
             method = replace(method, supervised=note)
         new_names[row.method.name] = method.name

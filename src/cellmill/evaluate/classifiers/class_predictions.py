@@ -92,7 +92,9 @@ class ClassPredictions:
         for method, names in predicted.items():
             if method not in by_method:
                 by_method[method] = np.full((self.repetitions, len(self.labels)), NOT_TESTED)
-            assert np.isin(names, self.class_names).all(), "classes of no cell are in other_classes"
+            assert np.isin(names, self.class_names).all(), (
+                "a predicted class is neither a label nor in other_classes"
+            )
             by_method[method][repetition, cells] = np.searchsorted(self.class_names, names)
 
     @cached_property
