@@ -183,6 +183,7 @@ def test_the_message_names_the_first_change_for_the_run(
 ) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     manifest = write_corpus(tmp_path, 240, n_vars=120)
     line = str(error_line(MemoryError(), tmp_path))
     general = "lower train.token_budget, or set parallel.activation_checkpointing to full"
