@@ -171,6 +171,12 @@ def test_scores_of_tasks_without_a_metric_are_in_the_table() -> None:
     assert table.rows == [(run, "d", {"kBET": 0.25, "iLISI": 0.5})]
 
 
+def test_figures_of_skipped_tasks_are_not_in_the_table() -> None:
+    skipped = TaskResult(figures={"n_batches": 1}, skipped="expected two batches or more, got 1")
+    evaluation = Evaluation({"d": make_dataset(integration=skipped)})
+    assert list_rows(ReportedRun("a", None, None, None, None, evaluation), {}) == []
+
+
 def test_a_law_is_fitted_only_over_sizes() -> None:
     for axis, has_law in (("train.lr", False), ("train.steps", True)):
         rows = []

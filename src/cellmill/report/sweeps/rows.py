@@ -65,7 +65,7 @@ class SweepRow:
 
 
 def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow]:
-    """Rows of a run: its validation loss, then the values of each task.
+    """Rows of a run: its validation loss, then the values of each task that was not skipped.
 
     `axis_values` are the run's values of the options that the sweep varies, by option.
     """
@@ -86,7 +86,8 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
         rows.append(SweepRow(run_columns, LOSS, "model", loss, lower_is_better=True))
     if run.evaluation is not None:
         for dataset_name, task, result in run.evaluation.results():
-            rows += _list_task_rows(run_columns, dataset_name, task, result)
+            if result.skipped is None:  # a skipped task may have figures, such as its seconds
+                rows += _list_task_rows(run_columns, dataset_name, task, result)
     return rows
 
 
