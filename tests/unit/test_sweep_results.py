@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from cellmill.report.page import render
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.sweeps.rows import LOSS, SweepRow, list_rows
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
-from cellmill.report.sweeps.scalings import TRAIN_FRAC, make_scalings, read_sweep
+from cellmill.report.sweeps.scalings import TRAIN_FRAC, SweepCurves, make_scalings, read_sweep
 from cellmill.runs import results
 from cellmill.runs.results import Difference, Evaluation, Row, Score, TaskResult, compare
 
@@ -89,8 +90,8 @@ def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
     ]
     titles = [chart.title for chart, _ in charts.charts]
     assert titles[:2] == [
-        "s, validation: val loss over cells",
-        "s, probe pbmc: macro f1 over cells",
+        "s, validation: val loss over cells (stream.train_frac)",
+        "s, probe pbmc: macro f1 over cells (stream.train_frac)",
     ]
 
 
@@ -149,6 +150,24 @@ def test_a_curve_is_named_by_its_other_axes_and_values() -> None:
             rows.append(SweepRow(columns, LOSS, "model", lr / layers))
     scaling, _ = make_scalings(rows, ["model.layers", "train.lr"])
     assert [curve.name for curve in scaling.curves] == ["train.lr 0.01", "train.lr 0.1"]
+
+
+def test_two_axes_of_parameters_have_different_headings() -> None:
+    axes = ["model.hidden", "model.layers"]
+    rows = []
+    for parameters, sizes in enumerate(product((64, 128), (1, 2))):
+        columns = {"parameters": parameters, **dict(zip(axes, sizes))}
+        rows.append(SweepRow(columns, LOSS, "model", 1 / (1 + parameters)))
+    charts = PageCharts(1)
+    page = render("r", [], [], [SweepCurves("s", axes, 4, make_scalings(rows, axes))], charts)
+    headings = re.findall(r"<h4>(.*?)</h4>", page, re.DOTALL)
+    titles = [f"over parameters ({axis})" for axis in axes]
+    assert [re.sub("<.*?>", "", heading).strip() for heading in headings] == [
+        f"validation: val loss {title}" for title in titles
+    ]
+    assert [chart.title for chart, _ in charts.charts] == [
+        f"s, validation: val loss {title}" for title in titles
+    ]
 
 
 def test_scores_of_tasks_without_a_metric_are_in_the_table() -> None:

@@ -110,7 +110,7 @@ def draw_scaling(title: str, scaling: Scaling) -> Chart:
     spec = read_template("scaling")
     *layers_over_sizes, _ = spec["layer"]  # the last layer is the baseline, which has no size
     for layer in layers_over_sizes:
-        layer["encoding"]["x"]["title"] = to_words(scaling.quantity)
+        layer["encoding"]["x"]["title"] = scaling.x_title
         layer["encoding"]["x"]["scale"] = {"type": "log"} if is_positive else {}
         layer["encoding"]["y"]["title"] = to_words(scaling.measure.metric)
         layer["encoding"]["color"] |= make_colour_channel(names, names)

@@ -17,6 +17,7 @@ from cellmill.files import read_json
 from cellmill.report.schemas import make_damage_error
 from cellmill.report.sweeps.rows import LOSS, Measure, SweepRow, TableColumn
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
+from cellmill.report.text import to_words
 
 SEED = "train.seed"
 TRAIN_FRAC = "stream.train_frac"
@@ -64,6 +65,13 @@ class Scaling:
     measure: Measure
     curves: list[ScalingCurve]
     baseline: BestBaseline | None
+
+    @property
+    def x_title(self) -> str:
+        """The quantity, and the axis if it is another column: `parameters (model.layers)`."""
+        if self.quantity == self.axis:
+            return self.axis
+        return f"{to_words(self.quantity)} ({self.axis})"
 
 
 @dataclass(frozen=True)
