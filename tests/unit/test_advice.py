@@ -174,9 +174,9 @@ def test_only_runs_without_labels_are_called_collapsed() -> None:
         assert f"{name}{addition}" in [row.name for row in compare_with_plan(run)]
 
 
-def batches(**figures: Any) -> Evaluation:
-    result = TaskResult([], **figures)
-    dataset = DatasetResult(9, 9, "heldout", 0, {}, {"integration": result})
+def batches(n: int = 2, skipped: str | None = None, task: str = "integration") -> Evaluation:
+    result = TaskResult([], figures={"n_batches": n}, skipped=skipped)
+    dataset = DatasetResult(9, 9, "heldout", 0, {}, {task: result})
     return Evaluation({"a": dataset}, {"step": 1600})
 
 
@@ -194,8 +194,15 @@ def test_batches_that_the_model_does_not_know_are_named() -> None:
         {"name": "masked_value"},
     ):
         assert "batch_column" not in str(advised({"objective": objective}, evaluation=batches()))
-    assert "batch_column" not in str(advised({}, evaluation=batches(skipped="no batch")))
+    assert "batch_column" not in str(advised({}, evaluation=batches(1, "one batch")))
     assert "batch_column" not in str(advised({}, evaluation=batches(), exported_model=SUPERVISED))
+
+
+@pytest.mark.parametrize(
+    "evaluation", [batches(skipped="too few labels"), batches(task="integration of type")]
+)
+def test_several_batches_are_found_without_the_first_label(evaluation: Evaluation) -> None:
+    assert "set objective.batch_column: auto" in str(advised({}, evaluation=evaluation))
 
 
 @pytest.mark.parametrize("change", GAINS)

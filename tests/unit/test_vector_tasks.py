@@ -386,6 +386,7 @@ def test_harmony_of_few_cells_is_a_reason_to_skip(context: Context, n: int) -> N
     if n > 15:
         assert result.skipped is None
         return
+    assert result.figures["n_batches"] == 2
     assert result.skipped == (
         f"harmonypy refuses the {n} scored cells with a batch: nclust must be at least 1; score more cells "
         "(shard.test_frac), or set harmony: false"

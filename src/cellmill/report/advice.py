@@ -16,6 +16,7 @@ from cellmill.config.run import auto_steps
 from cellmill.errors import ConfigError
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import PlanSchema
+from cellmill.report.task_table import list_figures
 from cellmill.report.text import with_noun
 from cellmill.runs.collapse import advise_on_collapse
 
@@ -103,7 +104,7 @@ def _advise_on_learning_rate(run: ReportedRun) -> str | None:
 
 
 def _advise_on_batches(run: ReportedRun) -> str | None:
-    """Advice if a scored dataset has several batches and no batch column was chosen or ruled out.
+    """Advice if an evaluated dataset has several batches and no batch column was chosen or ruled out.
 
     Only one objective and family were measured.
     """
@@ -112,9 +113,11 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
     is_chosen = objective.batch_column is not None or objective.batch_reason is not None
     if run.evaluation is None or is_chosen or not is_measured:
         return None
-    scored = [task for _, task, result in run.evaluation.results() if not result.skipped]
-    has_several_batches = "integration" in scored  # this task is skipped for a single batch
-    if not has_several_batches:
+    # only task integration has this figure, also where it was skipped for want of labels
+    n_batches = [
+        list_figures(result).get("n_batches", 0) for _, _, result in run.evaluation.results()
+    ]
+    if max(n_batches, default=0) < 2:
         return None
     return (
         "set objective.batch_column: auto, so that the embedding need not contain the batch: on CellBench, "

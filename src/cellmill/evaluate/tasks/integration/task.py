@@ -52,7 +52,10 @@ class Integration(Task):
     def run(self, context: Context) -> TaskResult:
         """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
         chosen = self._choose_cells(context)
-        vectors_by_method = self.collect_vectors(context, chosen.cells, chosen.batches)
+        try:
+            vectors_by_method = self.collect_vectors(context, chosen.cells, chosen.batches)
+        except Skipped as skipped:
+            raise Skipped(str(skipped), chosen.figures) from None
         rows, columns = self._score(vectors_by_method, chosen.batches, chosen.labels)
         baseline = CORRECTED if self.config.harmony else PRINCIPAL
         differences = []
