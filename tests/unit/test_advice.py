@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cellmill.report.advice import GAINS, list_advice
+from cellmill.report.advice import GAINS, find_advice
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import (
     LoggedLineSchema,
@@ -40,14 +40,14 @@ ENCODER: dict[str, Any] = {
 }
 
 
-def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) -> list[str]:
+def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) -> str:
     given: dict[str, Any] = {
         "plan": PlanSchema(steps=1600, steps_per_epoch=20),
         "status": StatusSchema(step=1600),
     }
     given |= {"exported_model": None, "evaluation": Evaluation({}, {"step": 1600})} | files
     record = RunRecordSchema.model_validate({"options": OPTIONS | options})
-    return list_advice(ReportedRun("run", run_record=record, **given), outcomes)
+    return find_advice(ReportedRun("run", run_record=record, **given), outcomes)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +154,12 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
 def test_each_rule_has_one_sentence(
     options: dict[str, Any], files: dict[str, Any], said: str
 ) -> None:
-    first, *others = advised(options, **files)
-    assert first.startswith(said)
-    assert [other.split(":")[0] for other in others] in (
-        [],
-        ["train it with other seeds, in a sweep over train.seed"],
-    )
+    assert advised(options, **files).startswith(said)
 
 
 def test_a_collapsed_embedding_is_named_before_steps() -> None:
     few = advised({}, logged=COLLAPSING, plan=PlanSchema(steps=60, steps_per_epoch=400))
-    assert [sentence.split(":")[0] for sentence in few][:2] == ["lower train.lr", "set train.steps"]
+    assert few.startswith("lower train.lr:")
 
 
 def test_only_runs_without_labels_are_called_collapsed() -> None:
@@ -186,23 +181,22 @@ def test_batches_that_the_model_does_not_know_are_named() -> None:
         "batches then mixed better than with Harmony, and accuracy with 5 labels per class changed by +0.006, which "
         "may be chance (95 % interval -0.001 to +0.013)"
     )
-    first, *_ = advised({}, evaluation=batches())
-    assert first == said
+    assert advised({}, evaluation=batches()) == said
     for objective in (
         {"name": "cell_decoding", "batch_column": "batch"},
         {"name": "cell_decoding", "batch_reason": "none: batch has 1 value"},
         {"name": "masked_value"},
     ):
-        assert "batch_column" not in str(advised({"objective": objective}, evaluation=batches()))
-    assert "batch_column" not in str(advised({}, evaluation=batches(1, "one batch")))
-    assert "batch_column" not in str(advised({}, evaluation=batches(), exported_model=SUPERVISED))
+        assert "batch_column" not in advised({"objective": objective}, evaluation=batches())
+    assert "batch_column" not in advised({}, evaluation=batches(1, "one batch"))
+    assert "batch_column" not in advised({}, evaluation=batches(), exported_model=SUPERVISED)
 
 
 @pytest.mark.parametrize(
     "evaluation", [batches(skipped="too few labels"), batches(task="integration of type")]
 )
 def test_several_batches_are_found_without_the_first_label(evaluation: Evaluation) -> None:
-    assert "set objective.batch_column: auto" in str(advised({}, evaluation=evaluation))
+    assert "set objective.batch_column: auto" in advised({}, evaluation=evaluation)
 
 
 @pytest.mark.parametrize("change", GAINS)

@@ -49,8 +49,8 @@ MAX_LR = 0.0025
 SAFE_LR = 0.001
 
 
-def list_advice(run: ReportedRun, outcomes: Sequence[str]) -> list[str]:
-    """Advice for a run, the most urgent first; at least one sentence.
+def find_advice(run: ReportedRun, outcomes: Sequence[str]) -> str:
+    """The most urgent advice for a run, a sentence without its full stop.
 
     `outcomes` has the outcome (ahead, level, behind or undecided) of each comparison with a best
     baseline, over all datasets and tasks.
@@ -59,7 +59,7 @@ def list_advice(run: ReportedRun, outcomes: Sequence[str]) -> list[str]:
     if not run.supervised_by:  # these rules were measured on models trained without labels
         advice += [_advise_on_batches(run), _advise_on_steps(run), _advise_on_checkpoint(run)]
     advice += [_advise_on_baseline(outcomes), _advise_next_step(run, outcomes)]
-    return [sentence for sentence in advice if sentence is not None]
+    return next(filter(None, advice))
 
 
 def _advise_on_collapse(run: ReportedRun) -> str | None:

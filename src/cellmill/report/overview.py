@@ -7,7 +7,7 @@ baselines, where runs are behind, and what to change next.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.report.advice import list_advice
+from cellmill.report.advice import find_advice
 from cellmill.report.collect import ReportedRun, list_results
 from cellmill.report.ranking import Ranking
 from cellmill.report.standings import Standing
@@ -220,8 +220,7 @@ def group_by_advice(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
         outcomes: list[str] = []
         for _, _, dataset_result in list_results([run]):
             outcomes += [entry.verdict.outcome for entry in list_verdicts(dataset_result.tasks)]
-        advice = list_advice(run, outcomes)
-        names_by_advice.setdefault(advice[0], []).append(run.name)
+        names_by_advice.setdefault(find_advice(run, outcomes), []).append(run.name)
     return names_by_advice
 
 
