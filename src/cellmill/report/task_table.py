@@ -16,7 +16,7 @@ def list_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_shown(rows: Sequence[Row], column: str) -> bool:
-    """False if the column has lists, or if each of its values is missing or the integer 0."""
+    """False if the column has lists, or if each of its values is missing, empty, False or integer 0."""
     values = [row.cell(column) for row in rows]
     if any(isinstance(value, list) for value in values):
         return False

@@ -41,8 +41,8 @@ def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
 def _make_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
     """Key that is equal for duplicates.
 
-    Duplicates are verdicts on the accuracy on whole cells for the same label, and verdicts with the same
-    difference between the same methods.
+    All verdicts on the accuracy on whole cells for one label count as one, whatever their values.
+    Other verdicts are duplicates if their methods, metric and difference are equal.
     """
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
         label_suffix = task.removeprefix(result.task)  # ` of LABEL`; empty for the first label
