@@ -616,6 +616,16 @@ def test_a_umap_shows_at_most_4000_cells() -> None:
     assert n_drawn == ["4,000", "1,500"]
 
 
+def test_a_batch_called_no_batch_has_a_colour_of_its_own() -> None:
+    cells = umap_of([""] * 3, ["no batch", "b", ""])
+    spec = draw_umap("UMAP", cells, list_categories(cells, "batch"), "batch").spec
+    names = ["b", "no batch", "(no batch)"]
+    assert spec["encoding"]["color"]["scale"]["domain"] == names
+    assert spec["transform"][0]["from"]["data"]["values"] == [
+        {"code": code, "name": name} for code, name in zip((0, 1, -1), names)
+    ]
+
+
 def test_the_csv_of_a_umap_has_labels_instead_of_codes(tmp_path: Path) -> None:
     charts = PageCharts()
     charts.add(draw_umap("UMAP", umap_of(["b", "", "a", "b"], [""] * 4), ["b", "a"]))

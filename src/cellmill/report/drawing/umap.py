@@ -78,11 +78,14 @@ def draw_umap(
                 "held_out": cells.is_held_out[index],
             }
         )
-    legend_names = [*categories, f"no {column}"]
+    absent = f"no {column}"
+    while absent in categories:  # a batch may have this name; equal names would share a colour
+        absent = f"({absent})"
+    legend_names = [*categories, absent]
     legend_colours = [*map(colour, range(len(categories))), LIGHT_GREY]
     spec = read_template("umap")
     lookup_rows = [{"code": code, "name": category} for category, code in codes.items()]
-    lookup_rows.append({"code": -1, "name": legend_names[-1]})
+    lookup_rows.append({"code": -1, "name": absent})
     spec["transform"][0]["lookup"] = column
     spec["transform"][0]["from"]["data"]["values"] = lookup_rows
     # fewer cells are drawn larger
