@@ -122,7 +122,8 @@ def make_corpus(folder: Path) -> Path:
     write(folder / "cells/pbmc.json", {
         "dataset": EVIL, "source": {"file": "raw.h5ad", "sha256": "abcdef0123456789", "counts": "X"},
         "cells": {"in": 305, "out": 300, "dropped": {"min_genes": 5, "no counts": 0}},
-        "genes": {"in": 1000, "out": 900}, "coverage": {"frac": 0.973},
+        "genes": {"in": 1000, "out": 900},
+        "coverage": {"frac": 0.973, "reference": "human", "ortholog_frac": 0.8},
         "histograms": {"n_genes": bins, "mito_frac": bins | {"edges": [0, 0.1, 0.2]}},
     })  # fmt: skip
     write(folder / "vocabulary.tsv", "token_id\tgene_id\tsymbol\tn_cells\tmedian\n0\t<pad>\t\t\t\n1\t<mask>\t\t\t\n"

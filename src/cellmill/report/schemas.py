@@ -236,9 +236,9 @@ class BeforeAfterSchema(Schema):
 class EnsemblCoverageSchema(Schema):
     """Genes of a dataset that have an Ensembl id."""
 
-    frac: float  # genes with an Ensembl id
+    frac: float  # of all genes, with an Ensembl id
     reference: str | None = None
-    ortholog_frac: float = 0.0  # genes with an ortholog in organism `reference`
+    ortholog_frac: float = 0.0  # of genes with an id, with an ortholog in `reference`
     notes: list[str] = []
 
 
