@@ -170,6 +170,11 @@ def test_two_axes_of_parameters_have_different_headings() -> None:
     ]
 
 
+def test_sizes_without_a_loss_or_score_are_not_denied() -> None:
+    page = render("r", [], [], [SweepCurves("s", ["model.layers"], 2, [])])
+    assert "and a\nvalidation loss or a value that differs between runs" in page
+
+
 def test_scores_of_tasks_without_a_metric_are_in_the_table() -> None:
     rows = [
         Row(make_method("embedding"), {"kBET": Score(0.25, 0.1)}, {"iLISI": 0.5, "n": None}),
