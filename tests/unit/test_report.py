@@ -189,7 +189,7 @@ def test_the_page_shows_what_the_folders_hold(page: str) -> None:
         "1,234,567", "6,368", "0.4321", "0.840", "0.800", LOSS, "Where models are behind",
         "B $x_$", "<b>few 3",
         "0.840 ± 0.020", "probe: accuracy", "n unlabelled 2", "Skipped: the dataset has no label column.", "-0.012",
-        "97.3 %", "min_genes: 5",
+        "97.3 %, 80.0 % of these with an ortholog in human", "min_genes: 5",
         "a vocabulary of 1 gene", "240", "f00d" * 16, "cafe" * 16, "beef" * 16, "2.99.1", "train.lr", "raw.h5ad",
         f"embedding + LR; difference from the best baseline -0.040, 95 % interval -0.070 to -0.010; {CLOSED}.",
         f"embedding + LR {CLOSED}.", "0 % is the first method named and 100 % the second",
@@ -208,6 +208,16 @@ def test_no_heading_skips_a_level(page: str) -> None:
     evaluation = page[page.index('id="evaluation"') : page.index('id="cost"')]
     datasets = re.findall(r"<h4>(.*?)</h4>", evaluation)
     assert datasets == 2 * ["pbmc", "bare"]
+
+
+def test_a_stacked_cell_is_labelled_with_its_heading(page: str) -> None:
+    tables = re.findall(r'<table class="sortable stack">(.*?)</table>', page, re.DOTALL)
+    assert len(tables) > 2
+    for table in tables:
+        [head, *rows] = table.split("<tr>")[1:]
+        headings = re.findall(r'<th scope="col".*?>(.*?)</th>', head)[1:]
+        for row in rows:
+            assert re.findall('data-label="(.*?)"', row) == headings
 
 
 def test_each_comparison_is_a_bar_on_the_scale_of_its_task(
