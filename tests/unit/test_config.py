@@ -172,6 +172,8 @@ WRONG = {
     "classifiers on)",
     "evaluate: {tasks: {low_depth: {count_fracs: [0.1, 0.10000001]}}}": "evaluate.tasks: low_depth: count_fracs: "
     "expected fractions that differ in 6 digits, got [0.1, 0.10000001]; leave one out",
+    "evaluate: {tasks: {low_depth: {repeats: 1001}}}": "evaluate.tasks: low_depth: repeats: input should be less than "
+    "or equal to 1000, got 1001",
     "evaluate: {folds: 9223372036854775808}": "evaluate.folds: expected an integer of 64 bits, got 9223372036854775808",
     "parallel: {sharding_strategy: ZeRO-2}": (
         "parallel.sharding_strategy: input should be 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD' or 'NO_SHARD', "
@@ -281,6 +283,11 @@ def refusal(config: Config, sections: dict[str, Any]) -> str:
 @pytest.mark.parametrize("sections", WRONG)
 def test_a_mistake_is_refused_in_one_line(config: Config, sections: str) -> None:
     assert refusal(config, yaml.safe_load(f"{{{sections}}}")) == WRONG[sections]
+
+
+def test_levels_beyond_the_keys_of_draws_are_refused(config: Config) -> None:
+    tasks = {"missing_genes": {"genes": [*range(1, 102)]}}
+    assert "list should have at most 100 items" in refusal(config, {"evaluate": {"tasks": tasks}})
 
 
 PARENT = {"corpus": "pbmc", "model": {"hidden": 32, "heads": 2, "dropout": 0.1}}

@@ -14,6 +14,9 @@ MOST_FOLDS = Field(
     ge=2,
     description="Values are left out one at a time, or in this many groups if there are more.",
 )
+# with more levels or repeats of a degradation, two of its random draws would be equal
+MAX_LEVELS = 100
+MAX_REPEATS = 1000
 MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
 
 
@@ -136,7 +139,7 @@ class LeaveOutConfig(LabelTaskConfig):
 class DegradedConfig(LabelTaskConfig):
     """Options of tasks that classify cells with removed counts or genes."""
 
-    repeats: int = Field(3, ge=1)
+    repeats: int = Field(3, ge=1, le=MAX_REPEATS)
     """Random draws of the removed counts or genes, each with other folds."""
 
 
@@ -147,7 +150,7 @@ class LowDepthConfig(DegradedConfig):
     fast: ClassVar[Mapping[str, int]] = {"repeats": 1, "count_fracs": 1}
     name: Literal["low_depth"] = "low_depth"
     count_fracs: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], EachOnce] = Field(
-        [0.3, 0.1], min_length=1
+        [0.3, 0.1], min_length=1, max_length=MAX_LEVELS
     )
     """Fractions of the counts to keep."""
 
@@ -165,7 +168,7 @@ class MissingGenesConfig(DegradedConfig):
     implementation = "cellmill.evaluate.tasks.classification.missing_genes:MissingGenes"
     fast: ClassVar[Mapping[str, int]] = {"repeats": 1, "genes": 1}
     name: Literal["missing_genes"] = "missing_genes"
-    genes: Counts = Field([200, 75], min_length=1)
+    genes: Counts = Field([200, 75], min_length=1, max_length=MAX_LEVELS)
     """Numbers of genes to keep, drawn from the expressed ones."""
 
     def levels(self) -> list[str]:

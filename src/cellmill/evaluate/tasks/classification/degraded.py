@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 import scipy.sparse as sp
 
-from cellmill.config.parts.tasks import DegradedConfig
+from cellmill.config.parts.tasks import MAX_LEVELS, DegradedConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate import draws
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
@@ -197,8 +197,8 @@ class Degraded(Task):
         """The features adapted to each level, by this level; levels without any are left out."""
         adapted = {}
         for number, level in enumerate(self.config.levels()):
-            # each level of each repetition has its own draw: there are at most 100 levels
-            draw = draws.TRAINING_CELL_DEGRADATIONS + 100 * repetition + number
+            # each level of each repetition has its own draw
+            draw = draws.TRAINING_CELL_DEGRADATIONS + MAX_LEVELS * repetition + number
             generator = seeded(seed, draw)
             by_level = self.adapt_features(level, counts, features, fitter, generator)
             if by_level:
