@@ -78,6 +78,7 @@ class Perturbation(Task):
                 units = PerturbedUnits.read(context, self.config, held_out, split_file)
             except Skipped as skipped:  # leaves the others to score
                 reasons.append(f"held out {held_out}: {skipped}")
+                figures |= skipped.figures | {f"{held_out}_no_folds": str(skipped)}
                 continue
             scored = self._score(units)
             results.append(scored)
@@ -258,7 +259,7 @@ def note_contradictions(
 def make_column(
     metric: str, novelty: str, predictions: ByMethod, ceilings: ByMethod
 ) -> ScoreColumn | None:
-    """Column of the methods that have the metric; None if no method or not the ceiling has it.
+    """Column of the methods that have the metric; None if no method, or no ceiling, has it.
 
     `novelty` says in words what the tested units are, such as `new perturbation`.
     """
