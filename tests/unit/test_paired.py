@@ -344,6 +344,17 @@ def test_the_scale_runs_from_the_largest_class_to_the_halves() -> None:
     assert made.column("x", "accuracy", "x", "accuracy").gap() is None
 
 
+def test_unknown_classes_of_the_ceiling_count_separately() -> None:
+    labels = np.array(list("aaabbb"))
+    ceiling_labels = np.array(list("aaxbby"))
+    made = ClassPredictions(labels, 1, ceiling_labels=ceiling_labels)
+    made.record("x", 0, np.arange(6), {EMBEDDING: labels})
+    column = made.column("x", "macro_f1", "x", "macro-F1")
+    assert column.ceiling is not None
+    expected = f1_score(labels, ceiling_labels, average="macro", zero_division=0)
+    assert column.ceiling[1][0].mean() == pytest.approx(expected)
+
+
 def test_the_scale_begins_at_the_largest_class_of_tested_cells() -> None:
     labels = np.array(list("XXXXXXAAAB"))
     made = ClassPredictions(labels, 1, ceiling_labels=labels)

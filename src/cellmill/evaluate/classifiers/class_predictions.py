@@ -125,8 +125,9 @@ class ClassPredictions:
             return column  # an F1 over only some of the cells is not comparable
         id_of_class = {name: number for number, name in enumerate(self.class_names)}
         id_of_class[""] = NOT_TESTED
-        unknown = len(id_of_class)  # the id of no class, so never right
-        ceiling = np.array([id_of_class.get(name, unknown) for name in self.ceiling_labels])
+        for name in self.ceiling_labels:  # a class that no cell has: its id is never right
+            id_of_class.setdefault(name, len(id_of_class))
+        ceiling = np.array([id_of_class[name] for name in self.ceiling_labels])
         largest = np.bincount(self.true_ids[is_tested.any(0)]).argmax()
 
         def score_tested(predicted: Any) -> np.ndarray:
