@@ -141,8 +141,8 @@ def test_a_file_without_one_gene_has_the_same_cells(
     assert (kinds(copied, adata, tmp_path) == expected).all()
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
-        "source: it lacks 1 of the model's 755 genes: a training cell with more than one of them, or above 16 counts "
-        "of one, is found by its barcode only",
+        "source: it lacks 1 of the 755 genes of a training corpus: a training cell with more than one of them, or "
+        "above 16 counts of one, is found by its barcode only",
         "source: near copies may be missed: fewer than 8 of its cell names have barcodes",
     ]
 
@@ -152,8 +152,8 @@ def test_an_accuracy_says_if_lacked_genes_may_hide_seen_cells(
 ) -> None:
     fewer = ad.read_h5ad(demo)[:, 5:].copy()
     hidden = (
-        "it lacks 5 of the model's 755 genes: a training cell with more than one of them, or above 16 counts of one, "
-        "is found by its barcode only"
+        "it lacks 5 of the 755 genes of a training corpus: a training cell with more than one of them, or above 16 "
+        "counts of one, is found by its barcode only"
     )
     too_few = fewer[:7].copy()  # barcodes of 7 cells may be shared by chance
     for adata, note in ((fewer, ""), (renamed(fewer.copy()), hidden), (too_few, hidden)):
@@ -335,7 +335,7 @@ def test_an_evaluation_leaves_out_cells_of_a_list(
         capsys.readouterr()
         .out.splitlines()[-1]
         .startswith(
-            "demo: warning: it lacks 5 of the model's 755 genes: a training cell with more than one"
+            "demo: warning: it lacks 5 of the 755 genes of a training corpus: a training cell with more than one"
         )
     )
 

@@ -146,6 +146,6 @@ def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]
     n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // n_lacked)
     kind = f"more than one of them, or above {n_counts} counts of one," if n_counts else "any"
     return [
-        f"it lacks {n_lacked:,} of the model's {n_genes:,} genes: a training cell with {kind} is found by its "
-        "barcode only"
+        f"it lacks {n_lacked:,} of the {n_genes:,} genes of a training corpus: a training cell with {kind} is found by "
+        "its barcode only"
     ]
