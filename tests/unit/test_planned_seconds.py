@@ -142,6 +142,11 @@ def test_cells_that_a_task_does_not_draw_cost_little() -> None:
     assert estimate("probe", many) == estimate("probe", more)
 
 
+def test_a_role_with_one_value_makes_no_folds() -> None:
+    one_donor = replace(WORK, n_values=WORK.n_values | {"donor": 1})
+    assert one_donor.count_folds(["donor", "batch"], 10) == 3
+
+
 @pytest.mark.parametrize("name", ["low_depth", "missing_genes"])
 def test_a_ceiling_of_degraded_cells_costs_as_in_probe(name: str) -> None:
     few, many = (replace(WORK, n_cells=n) for n in (2_000, 10_000))

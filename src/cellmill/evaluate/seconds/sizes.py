@@ -16,9 +16,8 @@ REFERENCE_FLOPS_PER_S = 80e9
 
 @dataclass(frozen=True)
 class DatasetSizes:
-    """Sizes of one dataset, the speed of the model, and the seconds of common work, by method.
-
-    In methods, `n` is the number of cells that the work reads.
+    """Sizes of one dataset, the speed of the model, and the seconds of common work: a
+    method for each kind, where `n` is the number of cells that the work reads.
     """
 
     dataset: str
@@ -37,8 +36,11 @@ class DatasetSizes:
         return min(self.n_cells, max_cells)
 
     def count_folds(self, roles: Sequence[str], max_values: int) -> int:
-        """Number of folds that leave out values of `roles`, at most `max_values` of each role."""
-        return sum(min(self.n_values.get(role, 0), max_values) for role in roles)
+        """Number of folds that leave out values of `roles`, at most `max_values` of each role;
+        none of a role with one value.
+        """
+        n_values = [self.n_values.get(role, 0) for role in roles]
+        return sum(min(n, max_values) for n in n_values if n > 1)
 
     def read_s(self) -> float:
         """Seconds to read the counts of all cells of the file."""

@@ -186,8 +186,10 @@ class MapCells(Task):
     def estimate_s(self, sizes: DatasetSizes) -> float:
         n = sizes.count_cells(MAX_CELLS)
         n_types = min(self.config.max_types, sizes.n_values["label"])
-        roles = ("donor",) if sizes.n_values.get("donor", 0) > 1 else ("batch",)
-        n_folds = sizes.count_folds(roles, self.config.most_folds)
+        most_folds = self.config.most_folds
+        n_folds = sizes.count_folds(("donor",), most_folds) or sizes.count_folds(
+            ("batch",), most_folds
+        )
         n_maps = n_folds * (1 + n_types) * (3 + sizes.n_external)
         # each maps all cells: the atlas, the vote and the regressions
         return sizes.features_s(n) + n_maps * 1e-4 * n

@@ -82,11 +82,11 @@ class Imputation(Task):
         n = sizes.count_cells(MAX_CELLS)
         n_training = min(sizes.n_training, MAX_FITTED)
         config = self.config
-        n_folds = 0
-        for role in ("donor", "batch"):
-            if not n_folds and sizes.n_values.get(role, 0) > 1:
-                n_folds = sizes.count_folds((role,), config.most_folds)
-        n_folds = n_folds or config.seeds * sizes.folds
+        n_folds = (
+            sizes.count_folds(("donor",), config.most_folds)
+            or sizes.count_folds(("batch",), config.most_folds)
+            or config.seeds * sizes.folds
+        )
         # regressions on components and embeddings, for each fold and once on training cells
         fold_s = sizes.components_s(n) + REGRESSION_CELL_S * n
         training_s = sizes.components_s(n_training) + REGRESSION_CELL_S * n_training
