@@ -2,7 +2,8 @@
 
 The distance of a new cell is compared with those of reference cells, which are drawn from the atlas.
 The neighbours of a reference cell are cells of the other donors, as for a cell of a new donor. In an
-atlas of one donor only the cell itself is left out, so distances are too small for a new donor.
+atlas of one donor, only the cell itself and cells of an equal vector are left out, so distances are
+too small for a new donor.
 """
 
 from collections.abc import Sequence

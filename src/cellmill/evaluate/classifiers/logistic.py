@@ -21,10 +21,9 @@ from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.dual import fit_dual_coefs
 from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
-MAX_DENSE_SIDE = (
-    2048  # features are fitted as dense ones if their smaller dimension is at most this
-)
-MAX_DENSE_VALUES = 2**25  # 256 MiB
+# bounds of `is_small_problem`: the smaller dimension, and all values (256 MiB)
+MAX_DENSE_SIDE = 2048
+MAX_DENSE_VALUES = 2**25
 # variance of a dense feature relative to its squared mean, below which it is constant: rounding
 # errors of centred float64 values are below 1e-24
 NO_CENTRED_VARIANCE = 1e-20
@@ -98,7 +97,9 @@ class LogisticRegression:
 
 
 def is_small_problem(shape: tuple[int, int]) -> bool:
-    """True if features of this shape, `(cells, width)`, are fitted as dense ones."""
+    """True if sparse features of this shape, `(cells, width)`, are fitted as a dense copy, and dense
+    ones by `newton.py`.
+    """
     return min(shape) <= MAX_DENSE_SIDE and math.prod(shape) <= MAX_DENSE_VALUES
 
 

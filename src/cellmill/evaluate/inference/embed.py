@@ -183,8 +183,9 @@ def tokenize_blocks(
     from row `first` of the file on. A block without a chosen cell has no batch.
 
     `chosen` is bool, `(n_obs,)`, None for all cells. Cells without a known gene are left out.
-    `Batch.cell_ids` are rows of the file. With `with_counts`, batches have the counts of their tokens.
-    `per_cell` has further fields of a batch, such as levels, for all cells of the file.
+    `Batch.cell_ids` are rows of the file, or positions in `blocks` if these are only some of its cells.
+    `per_cell` has further fields of a batch, such as levels, by cell id. With `with_counts`, batches
+    have the counts of their tokens.
     """
     inverse = inverse_medians(vocabulary.medians)
     tokenizer = BatchTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
