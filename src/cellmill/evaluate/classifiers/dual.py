@@ -31,8 +31,8 @@ from cellmill.evaluate.features.products import CellProducts, compute_scales
 MAX_ROUNDS = 12  # rounds with K, after which the regression is left to `fit_dual_coefs`
 OFFSET_TOLERANCE = 1e-3  # largest change of an offset by the last round
 MAX_STACKED_CLASSES = 256  # classes of all regressions that take steps together
-ByNumber = dict[int, np.ndarray]
-"""An array of each regression, by its number: dual coefficients, logits, or one value per gene."""
+ByRegression = dict[int, np.ndarray]
+"""An array of each regression, by its index in the list: dual coefficients, logits, or one value per gene."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FoldRegression:
 
 def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
     """Fit to `features`, `(cells, width)`, and a constant feature of 1. Return the dual coefficients
-    divided by λ, `(classes, cells)`: their product with the features is the coefficients.
+    a, `(classes, cells)`.
 
     `features` are sparse, or dense if they are small. `targets` are one-hot, `(classes, cells)`.
     """
@@ -69,30 +69,31 @@ def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
             np.divide(dual_coefs @ products, penalty, out=out)
 
     search = newton.search_optimum(Unwhitened(), targets)
-    return newton.run_search(search, compute_logits) / penalty
+    return newton.run_search(search, compute_logits)
 
 
 def fit_folds(
     products: CellProducts, regressions: Sequence[FoldRegression], is_scaled: bool
-) -> ByNumber:
+) -> ByRegression:
     """Logits of all cells, `(classes, cells)` float64, by each regression. If `is_scaled`, each gene is
     divided by its standard deviation over the regression's cells.
 
     Leaves out regressions whose rounds do not converge.
     """
-    groups: list[ByNumber] = []  # starts of the regressions that take their steps together
+    # initial coefficients of the regressions that take their steps together
+    groups: list[ByRegression] = []
     n_stacked = 0
-    for number, regression in enumerate(regressions):
+    for index, regression in enumerate(regressions):
         n_classes = len(regression.targets)
         if not groups or n_stacked + n_classes > MAX_STACKED_CLASSES:
             groups.append({})
             n_stacked = 0
-        groups[-1][number] = np.zeros(regression.targets.shape)
+        groups[-1][index] = np.zeros(regression.targets.shape)
         n_stacked += n_classes
     solver = _SharedSolver(products, regressions, is_scaled)
-    logits: ByNumber = {}
-    for starts in groups:
-        logits |= solver.solve(starts)
+    logits: ByRegression = {}
+    for initial_coefs in groups:
+        logits |= solver.solve(initial_coefs)
     return logits
 
 
@@ -108,110 +109,112 @@ class _SharedSolver:
         # `(n, n)`: the module's ZZᵀ, or K if the regressions are scaled
         self.shared = products.scaled if is_scaled else products.plain
 
-    def solve(self, starts: ByNumber) -> ByNumber:
-        """Logits of all cells by the regressions that have a start."""
-        dual_coefs = self._search(starts, {})
+    def solve(self, initial_coefs: ByRegression) -> ByRegression:
+        """Logits of all cells by the regressions in `initial_coefs`."""
+        dual_coefs = self._search(initial_coefs, {})
         if self.is_scaled:
             return self._run_rounds(dual_coefs)
-        return self._multiply(dual_coefs)
+        return self._shared_logits(dual_coefs)
 
-    def _run_rounds(self, pending: ByNumber) -> ByNumber:
+    def _run_rounds(self, pending: ByRegression) -> ByRegression:
         """Logits of all cells by the scaled regressions that finish within MAX_ROUNDS (see the module).
 
         `pending` are dual coefficients fitted with K alone.
         """
         inverse_variances = self._invert_variances(sorted(pending))
-        offsets = {number: np.zeros_like(coefs) for number, coefs in pending.items()}
-        finished: ByNumber = {}
+        offsets = {index: np.zeros_like(coefs) for index, coefs in pending.items()}
+        finished: ByRegression = {}
         for _ in range(MAX_ROUNDS):
             if not pending:
                 break
             previous = offsets
-            exact = self._multiply_scaled(pending, inverse_variances)
-            approximate = self._multiply(pending)
+            exact = self._own_scale_logits(pending, inverse_variances)
+            approximate = self._shared_logits(pending)
             offsets = {
-                number: (exact[number] - approximate[number])[:, self.regressions[number].cells]
-                for number in pending
+                index: (exact[index] - approximate[index])[:, self.regressions[index].cells]
+                for index in pending
             }
             dual_coefs = self._search(pending, offsets)
             pending = {}
-            for number, coefs in dual_coefs.items():
-                change = np.abs(offsets[number] - previous[number]).max()
-                (finished if change <= OFFSET_TOLERANCE else pending)[number] = coefs
-        return self._multiply_scaled(finished, inverse_variances) if finished else {}
+            for index, coefs in dual_coefs.items():
+                change = np.abs(offsets[index] - previous[index]).max()
+                (finished if change <= OFFSET_TOLERANCE else pending)[index] = coefs
+        return self._own_scale_logits(finished, inverse_variances) if finished else {}
 
-    def _search(self, starts: ByNumber, offsets: ByNumber) -> ByNumber:
+    def _search(self, initial_coefs: ByRegression, offsets: ByRegression) -> ByRegression:
         """Dual coefficients at the optima by the shared matrix, with `offsets` added to the logits."""
         searches: dict[int, Search] = {}
-        for number, start in starts.items():
-            targets = self.regressions[number].targets
-            added = offsets.get(number, 0.0)
-            searches[number] = newton.search_optimum(Unwhitened(), targets, start, added)
-        optima: ByNumber = {}
+        for index, start in initial_coefs.items():
+            targets = self.regressions[index].targets
+            added = offsets.get(index, 0.0)
+            searches[index] = newton.search_optimum(Unwhitened(), targets, start, added)
+        optima: ByRegression = {}
         while searches:
             vectors = {}
-            for number, search in [*searches.items()]:
+            for index, search in [*searches.items()]:
                 try:
-                    vectors[number] = next(search)
+                    vectors[index] = next(search)
                 except StopIteration as end:
-                    optima[number] = end.value
-                    del searches[number]
+                    optima[index] = end.value
+                    del searches[index]
             if vectors:
-                self._compute_logits(vectors)
+                self._write_fitted_logits(vectors)
         return optima
 
-    def _compute_logits(self, vectors: dict[int, DualVector]) -> None:
+    def _write_fitted_logits(self, vectors: dict[int, DualVector]) -> None:
         """Write the logits of vectors that searches wait for (`newton.Search`), in one product."""
-        dual_coefs = {number: vector.dual_coefs for number, vector in vectors.items()}
+        dual_coefs = {index: vector.dual_coefs for index, vector in vectors.items()}
         products = self._stack(dual_coefs) @ self.shared
-        for number, class_rows in _split(dual_coefs, products):
-            regression = self.regressions[number]
-            logits = vectors[number].logits
+        for index, class_rows in _split(dual_coefs, products):
+            regression = self.regressions[index]
+            logits = vectors[index].logits
             logits[:] = class_rows[:, regression.cells]
-            logits += dual_coefs[number].sum(1, keepdims=True)
+            logits += dual_coefs[index].sum(1, keepdims=True)
             logits /= regression.penalty
 
-    def _multiply(self, dual_coefs: ByNumber) -> ByNumber:
+    def _shared_logits(self, dual_coefs: ByRegression) -> ByRegression:
         """Logits of all cells, by the shared matrix."""
-        return self._make_logits(dual_coefs, self._stack(dual_coefs) @ self.shared)
+        return self._add_intercepts(dual_coefs, self._stack(dual_coefs) @ self.shared)
 
-    def _multiply_scaled(self, dual_coefs: ByNumber, inverse_variances: ByNumber) -> ByNumber:
+    def _own_scale_logits(
+        self, dual_coefs: ByRegression, inverse_variances: ByRegression
+    ) -> ByRegression:
         """Logits of all cells, by each regression's own ZZᵀ."""
         coefficients = self.profiles.T @ np.ascontiguousarray(self._stack(dual_coefs).T)
-        for number, class_rows in _split(dual_coefs, coefficients.T):
-            class_rows *= inverse_variances[number]
-        return self._make_logits(dual_coefs, (self.profiles @ coefficients).T)
+        for index, class_rows in _split(dual_coefs, coefficients.T):
+            class_rows *= inverse_variances[index]
+        return self._add_intercepts(dual_coefs, (self.profiles @ coefficients).T)
 
-    def _invert_variances(self, numbers: Sequence[int]) -> ByNumber:
+    def _invert_variances(self, indices: Sequence[int]) -> ByRegression:
         """1 / variance of each gene over the cells of each regression, `(genes,)`."""
-        is_fitted = np.zeros((len(numbers), self.profiles.shape[0]))
-        for row, number in zip(is_fitted, numbers):
-            row[self.regressions[number].cells] = 1
-        return dict(zip(numbers, compute_scales(self.profiles, is_fitted) ** -2.0))
+        is_fitted = np.zeros((len(indices), self.profiles.shape[0]))
+        for row, index in zip(is_fitted, indices):
+            row[self.regressions[index].cells] = 1
+        return dict(zip(indices, compute_scales(self.profiles, is_fitted) ** -2.0))
 
-    def _stack(self, dual_coefs: ByNumber) -> np.ndarray:
+    def _stack(self, dual_coefs: ByRegression) -> np.ndarray:
         """Dual coefficients of all regressions, `(classes of all, cells)`; 0 for cells that a regression
         does not read.
         """
         n_classes = sum(map(len, dual_coefs.values()))
         stacked = np.zeros((n_classes, self.profiles.shape[0]), self.shared.dtype)
-        for number, class_rows in _split(dual_coefs, stacked):
-            class_rows[:, self.regressions[number].cells] = dual_coefs[number]
+        for index, class_rows in _split(dual_coefs, stacked):
+            class_rows[:, self.regressions[index].cells] = dual_coefs[index]
         return stacked
 
-    def _make_logits(self, dual_coefs: ByNumber, products: np.ndarray) -> ByNumber:
+    def _add_intercepts(self, dual_coefs: ByRegression, products: np.ndarray) -> ByRegression:
         """Logits from the products of the cells with the dual coefficients."""
-        logits: ByNumber = {}
-        for number, class_rows in _split(dual_coefs, products):
-            intercept_part = dual_coefs[number].sum(1, keepdims=True)
-            logits[number] = (class_rows + intercept_part) / self.regressions[number].penalty
+        logits: ByRegression = {}
+        for index, class_rows in _split(dual_coefs, products):
+            intercept_part = dual_coefs[index].sum(1, keepdims=True)
+            logits[index] = (class_rows + intercept_part) / self.regressions[index].penalty
         return logits
 
 
-def _split(dual_coefs: ByNumber, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def _split(dual_coefs: ByRegression, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """The rows of `stacked`, `(classes of all, ...)`, that belong to each regression."""
     start = 0
-    for number, classes in dual_coefs.items():
+    for index, classes in dual_coefs.items():
         stop = start + len(classes)
-        yield number, stacked[start:stop]
+        yield index, stacked[start:stop]
         start = stop

@@ -69,9 +69,10 @@ class LogisticRegression:
             if is_small:
                 divided = divided.toarray().astype(np.float64)
             targets = np.eye(len(self.classes))[:, class_of_cell]
-            dual_coefs = fit_dual_coefs(divided, targets)
-            self.coefficients = divided.T @ dual_coefs.T / scale[:, None]
-            self.intercepts = dual_coefs.sum(1)
+            penalty = newton.compute_penalty(*targets.shape)
+            scaled_duals = fit_dual_coefs(divided, targets) / penalty
+            self.coefficients = divided.T @ scaled_duals.T / scale[:, None]
+            self.intercepts = scaled_duals.sum(1)
         else:
             values = values.astype(np.float64)
             mean = values.mean(0)
