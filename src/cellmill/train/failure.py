@@ -120,9 +120,8 @@ def _out_of_memory_line(error: BaseException, memory: str, folder: Path) -> str:
     world = int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda"
-    if (
-        not torch.cuda.is_available()
-    ):  # a plan counts the host memory of processes on CPUs as the device's
+    # a plan counts the host memory of processes on CPUs as the device's
+    if not torch.cuda.is_available():
         device = "cpu"
         memory = "device"
     general = REQUEST_MORE if memory == "host" else LOWER_MEMORY
