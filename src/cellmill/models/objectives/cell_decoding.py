@@ -98,7 +98,7 @@ class ProfileObservations(NamedTuple):
     genes: Any  # int64: vocabulary rows
     log_p: Any  # log-probability of the gene in its cell
     fractions: Any  # float32, with sum 1 in each cell
-    cell_shares: Any  # float64: 1 / entries of the cell, so their sum is the number of cells
+    cell_weights: Any  # float64: 1 / entries of the cell, so their sum is the number of cells
 
 
 class CellDecoding(Objective):
@@ -317,7 +317,7 @@ class CellDecoding(Objective):
             genes=token_ids - len(SPECIAL),
             log_p=log_p[entry_rows, token_ids],
             fractions=self._compute_fractions(prepared),
-            cell_shares=(1 / prepared.entry_starts.diff().double())[entry_rows],
+            cell_weights=(1 / prepared.entry_starts.diff().double())[entry_rows],
         )
 
     def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
@@ -331,7 +331,7 @@ class CellDecoding(Objective):
         log_p = entries.log_p.astype(np.float64)
         mean_profile = train.log_count_profile if self.predicts_log_counts else train.count_profile
         assert mean_profile is not None, "statistics without profiles"
-        n_cells = entries.cell_shares.sum()
+        n_cells = entries.cell_weights.sum()
         loss = float(-(fractions * log_p).sum() / n_cells)
         baseline_loss = float(-(fractions * np.log(mean_profile[entries.genes])).sum() / n_cells)
         metrics = {
