@@ -68,11 +68,10 @@ def profile_loss(
 
     Cell i has `n_entries[i]` entries; `entry_starts` (N + 1,) int64 are the first entries, on the
     device: copying `n_entries` to it would wait for it. `entry_token_ids`, int64, and
-    `entry_targets`, float32, are by entry, cell after cell. No token id occurs twice in a cell,
-    whose targets sum to 1.
+    `entry_targets`, float32, are by entry, cell after cell. No token id occurs twice in a cell.
 
-    With `log_inverse_dispersion` (V,), `entry_targets` are counts above 0, and the loss is the
-    negative log-likelihood of each cell's counts divided by their sum.
+    The targets of a cell sum to 1. With `log_inverse_dispersion` (V,) they are counts above 0
+    instead, and the loss is the negative log-likelihood of each cell's counts divided by their sum.
     """
     entries = (n_entries, entry_starts, entry_token_ids, entry_targets)
     if log_inverse_dispersion is None:

@@ -1,7 +1,7 @@
 """Runs and corpora, read from their files for the page.
 
 A file that no stage has written yet is None or empty, and the page says so. A damaged file is a
-DataError that names it in one line.
+DataError that names it in one line; damaged lines of metrics.jsonl are left out.
 """
 
 import sys
@@ -60,7 +60,7 @@ class ReportedRun:
     exported_model: ModelSchema | None  # model/config.json
     evaluation: Evaluation | None  # evaluate/metrics.json
     cost: CostSchema | None = None  # train/cost.json; None before training has ended
-    # metrics.jsonl, without an incomplete last line
+    # metrics.jsonl, without damaged lines
     logged: list[LoggedLineSchema] = field(default_factory=list)
     umap: dict[str, UmapCells] = field(default_factory=dict)  # evaluate/umap.tsv, by dataset
     # metrics.json of kept checkpoints, by step in ascending order

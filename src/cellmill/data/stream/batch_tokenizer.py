@@ -5,6 +5,7 @@ first residues. With `truncation: random` genes are drawn, with `variable` they 
 most over the corpus, and `zero_frac` adds undetected genes. Values are computed from the whole cell,
 except positions (value kind `place`), which number the chosen tokens. Draws are keyed by seed,
 epoch, gene and the cell's counts, so they are the same in every layout and file.
+A cell that `weight_by` reads several times in an epoch has the same draws each time.
 """
 
 from typing import Any

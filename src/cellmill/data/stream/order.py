@@ -2,7 +2,8 @@
 
 - block: `block_cells` consecutive cells of a shard; a shard's last block may be shorter
 - lane: a share of the epoch's blocks, read by one data rank; lanes differ by at most one cell
-- window: `window_blocks` blocks of a lane, whose cells are shuffled together in training
+- window: `window_blocks` blocks of a lane, or pieces of blocks, whose cells are shuffled together in
+  training
 
 Full blocks are dealt round-robin to the lanes. Blocks of an incomplete round, and all shorter blocks,
 are cut so that every lane gets a share. In training, the blocks are permuted before that. A step takes
@@ -13,7 +14,8 @@ any step is reached without replaying earlier ones.
 With `CellWeights`, some cells are read several times in an epoch, and others not at all. A block is
 then read in passes: pass k reads those of its cells that are read at least k times. The passes of all
 blocks are permuted, so two reads of a cell are usually far apart. Each lane gets a contiguous share of
-the permuted passes. A window is then as many cells of a lane as `window_blocks` full blocks have.
+the permuted reads, which may begin or end inside a pass. A window is then as many cells of a lane as
+`window_blocks` full blocks have.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
 from cellmill.data.stream.cell_weights import CellWeights
 
-# what an epoch permutes: the last number in the key of each permutation, which makes it independent
+# last number in the `position` of each permutation of an epoch, so that the three are independent
 _FULL_BLOCKS = 0
 _SHORT_BLOCKS = 1
 _PASSES = 2

@@ -1,4 +1,4 @@
-"""Unpacking of a step's cells, with their genes in rank order where tokens depend on it."""
+"""Unpacking of the cells of micro-batches, with their genes in rank order where tokens depend on it."""
 
 import numpy as np
 

@@ -32,7 +32,7 @@ class Distill(CellObjective):
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         vectors = batch.teacher
-        if vectors is None:  # outside training there is no teacher
+        if vectors is None:  # outside stage train there is no teacher
             vectors = torch.full((len(batch.lengths), self.teacher_width), torch.nan)
         return vectors, vectors.isfinite().all(1)
 

@@ -10,7 +10,7 @@ from cellmill.planner.devices import Device
 
 SIDE = 768  # rows and columns of the multiplied matrices
 MEASURED_S = 0.1  # least time of the measurement
-# assumed GB/s between processes, also on different nodes; only `plan` on several CPU processes reads it
+# assumed GB/s between processes, also on different nodes; it counts only with several CPU processes
 LINK_GB_PER_S = 10.0
 
 
