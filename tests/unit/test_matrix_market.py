@@ -210,6 +210,20 @@ def htseq(folder: Path) -> None:
     write_names(folder / "counts_samples.tsv", CELLS)
 
 
+def cells_metadata(folder: Path) -> None:
+    """`gene` is in the names of all files."""
+    write_mtx(folder / "gene_expression_matrix.mtx")
+    write_names(folder / "gene_expression_genes.tsv", GENES)
+    write_names(folder / "gene_expression_metadata.csv", CELLS, separator=",", header="cell")
+
+
+def metadata_of_genes_mtx(folder: Path) -> None:
+    """The matrix gives `genes` to the table of cells."""
+    write_mtx(folder / "sample_genes.mtx")
+    write_names(folder / "sample_genes_features.tsv", GENES)
+    write_names(folder / "sample_genes_metadata.csv", CELLS, separator=",", header="cell")
+
+
 LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "kb-python": (kb, ""),
     "kb-python's file": (kb, "cells_x_genes.mtx"),
@@ -228,6 +242,8 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "Drop-seq of DropViz": (drop_seq, "raw.dge.txt.gz"),
     "proseg": (proseg, ""),
     "HTSeq": (htseq, "counts.mtx"),
+    "metadata of cells": (cells_metadata, ""),
+    "metadata of the cells of genes.mtx": (metadata_of_genes_mtx, ""),
     "one of two samples": (samples, "GSM1_matrix.mtx"),
 }
 

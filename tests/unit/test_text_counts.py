@@ -125,6 +125,15 @@ def test_tables_of_symbols_are_turned_by_common_genes(rows: str, tmp_path: Path)
     assert read(write_table(",", table)(tmp_path)) == wanted
 
 
+@pytest.mark.parametrize("form", ["{} {}", "{} ({})", "{}/{}", "{}-{}"])
+def test_symbols_with_an_id_are_genes_in_columns(form: str, tmp_path: Path) -> None:
+    names = [form.format(symbol, gene) for symbol, gene in zip(SYMBOLS, GENES)]
+    header, *rows = cells_in_rows(names)
+    table = [header, *([f"cell{number}", *row[1:]] for number, row in enumerate(rows))]
+    with open_counts(write_table(",", table)(tmp_path)) as reader:
+        assert reader.var_names == names
+
+
 @pytest.mark.parametrize("digits", [11, 19, 39])
 def test_rows_named_by_long_numbers_are_cells(digits: int, tmp_path: Path) -> None:
     names = [str(10 ** (digits - 1) + number) for number in range(len(CELLS))]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -33,7 +34,7 @@ _WORDS = {  # in the name of a file
     GENES: {"gene", "genes", "feature", "features", "var", "probes", "symbols", "cols"},
     CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
 }
-_VAGUE_WORDS = ("metadata", "meta")  # any other word decides: gene-metadata
+_VAGUE_WORDS = ("metadata", "meta")
 _HEADERS = frozenset(
     """
     gene genes gene_id gene_ids geneid gene_name gene_names genename gene_symbol symbol symbols hgnc_symbol
@@ -44,7 +45,7 @@ _HEADERS = frozenset(
 _HEADER_WORDS = frozenset(
     "gene genes symbol symbols barcode barcodes cell cells feature features name names id".split()
 )
-ENSEMBL = re.compile(r"(?:^|[_|:.-])ENS[A-Z]*G\d{11}")
+ENSEMBL = re.compile(r"(?:^|[-_|:./ (])ENS[A-Z]*G\d{11}")  # alone or after a symbol
 BARCODE = re.compile(r"(?:^|[^A-Za-z])[ACGT]{8,}(?:$|[^A-Za-z])")
 _SAMPLE = 200  # rows that are looked at
 _CHUNK = 1 << 20  # bytes
@@ -89,10 +90,12 @@ class TextTable:
 
     def role(self) -> str | None:
         """GENES or CELLS by the file's name, else by its first rows; None if neither says."""
-        words_from_last = name_words(self.path)[::-1]
-        for word in sorted(words_from_last, key=_VAGUE_WORDS.__contains__):
-            for role, words in _WORDS.items():
-                if word in words:
+        words = name_words(self.path)
+        for before, word in reversed(list(pairwise(["", *words]))):
+            if word in _VAGUE_WORDS and before in _WORDS[GENES]:
+                break  # gene-metadata has genes, and so may have the cells of genes.mtx
+            for role, words_of_role in _WORDS.items():
+                if word in words_of_role:
                     return role
         return self.content()
 
