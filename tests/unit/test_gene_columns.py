@@ -183,6 +183,32 @@ def test_antibodies_never_count_as_their_target_gene(form: str) -> None:
     assert match_names([form.replace("{}", name) for name in SYMBOLS], "human").n_matched == 0
 
 
+@pytest.mark.parametrize(
+    "form",
+    ["sg-{}", "CRISPR-{}", "{}-sg1", "{}-CD4-protein", "CD4-protein-{}", "GRCh38_sg_{}", "{}|sg2"],
+)
+def test_an_id_in_a_name_of_a_guide_is_not_its_gene(form: str) -> None:
+    assert match_names([form.format(gene) for gene in IDS], "human").n_matched == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "H2-Ab1_ENSMUSG00000073421",
+        "AB041806_ENSMUSG00000073421",
+        "ENSMUSG00000073421_protein_coding",
+    ],
+)
+def test_genes_that_are_named_like_antibodies_are_read(name: str) -> None:
+    assert match_names([name], "mouse").gene_ids == ["ENSMUSG00000073421"]
+
+
+@pytest.mark.parametrize("form", ["{}-{}", "{1}-{0}", "{}_{}"])
+def test_an_id_with_its_symbol_is_not_added_to_the_id(form: str) -> None:
+    others = [form.format(symbol, gene) for symbol, gene in zip(SYMBOLS, IDS)]
+    assert match_names([*IDS, *others], "human").gene_ids == [*IDS, *[""] * N_GENES]
+
+
 def test_missing_names_never_match_a_gene_called_NA() -> None:
     matches = match_names(["NA", "NA.1", "NA-2", "nan", "XK", "TP53"], "human")
     assert [bool(gene) for gene in matches.gene_ids] == [False] * 4 + [True] * 2

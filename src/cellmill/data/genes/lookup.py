@@ -29,10 +29,13 @@ _MAX_SEPARATORS = 4  # separators of a prefix
 _MIN_PREFIX_SHARE = 0.05  # share of a file's names that have a prefix
 _MIN_KNOWN_SHARE = 0.5  # share of the names with a prefix that are genes without it
 _MAX_REPEATED = 0.1  # share of the genes with a prefix that the file also has without it
+_KINDS = "adt|cite|prot|protein|hto|hashtag|totalseq|abseq|antibody|pabo|sg|sgrna|grna|guide|crispr"
 _NO_GENE = re.compile(
-    r"(?i)(adt|ab|cite|prot|protein|hto|hashtag|totalseq|abseq|antibody|sg|sgrna|grna|guide|crispr)[^a-z]|.*\|pabo$"
+    # such a word begins the name (AB041806 is a gene of the mouse), ends it, or stands before an id at its end
+    rf"(?i)(?:{_KINDS}|ab(?!\d{{5}}))[^a-z]|"
+    rf".*[-_.|:](?:ab|(?:{_KINDS})[-_.]?\d*)(?:[-_.|:/ (]+(?:ENS[A-Z]*G\d{{11}}.*)?)?$"
 )
-"""Names of antibodies and guides. The symbol in such a name is their target's, but the counts are not."""
+"""Names of antibodies and guides. The symbol or id in such a name is their target's, but the counts are not."""
 
 
 class Match(NamedTuple):
@@ -72,7 +75,9 @@ class Matches:
 def look_up(name: str, organism: str) -> Match:
     """Gene of a name that no tool has changed."""
     table = gene_table(organism)
-    gene = gene_id(name, organism) or gene_id_within(name, organism)
+    gene = gene_id(name, organism)
+    if not gene and not _NO_GENE.match(name):
+        gene = gene_id_within(name, organism)
     if gene:
         return Match(gene, "id")
     return _symbol(name, table)
@@ -128,9 +133,10 @@ def match_names(names: Sequence[str], organism: str) -> Matches:
 def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
     """Find names of an id and a text that are other rows of genes of the file.
 
-    An example is intron_ENSG00000141510 next to ENSG00000141510.
+    Examples are intron_ENSG00000141510 and TP53-ENSG00000141510 next to ENSG00000141510.
     """
     by_text: dict[str, set[str]] = {}
+    ids = set[str]()
     present = set[str]()
     for name, match in known.items():
         is_whole_id = gene_id(name, organism) == match.gene  # with a version or _PAR_Y
@@ -139,10 +145,14 @@ def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
             by_text.setdefault(text, set()).add(name)
         else:
             present.add(match.gene)
+        if is_whole_id:
+            ids.add(match.gene)
     copies = set[str]()
     for names in by_text.values():
         genes = {known[name].gene for name in names}
-        if len(names) > 1 and len(genes & present) > _MAX_REPEATED * len(genes):
+        # TBCE and TBCE_ENSG00000284770 are two genes of one symbol, of which the table knows one
+        others = present if len(names) > 1 else ids
+        if len(genes & others) > _MAX_REPEATED * len(genes):
             copies |= names
     return copies
 
