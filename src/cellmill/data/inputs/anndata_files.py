@@ -182,8 +182,9 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
     counts = []
     for name, (matrix, var) in _matrices(file).items():
         # MuDataSeurat keeps scaled values of the variable genes as X next to all genes
+        index = stored_index(file[var])
         is_narrow = (
-            is_array(file[matrix]) and file[matrix].shape[1:] != stored_index(file[var]).shape
+            index is not None and is_array(file[matrix]) and file[matrix].shape[1:] != index.shape
         )
         if matrix == PACKED or not is_narrow:
             counts.append(name)
