@@ -72,6 +72,20 @@ def test_excluded_probes_are_dropped(
     )
 
 
+def test_excluded_rows_of_genes_are_counted(
+    counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = flex(counts, tmp_path)
+    with h5py.File(path, "a") as file:
+        features = file["matrix/features"]
+        del features["gene_id"], features["id"]
+        features["id"] = np.array([f"gene{number}" for number in range(N)], "S")
+    with open_counts(path) as reader:
+        assert len(reader.var_names) == sum(KEPT)
+    said = "12 of 37 probes are excluded (filtered_probes is false)"
+    assert capsys.readouterr().err == f"{path}: {said}\n"
+
+
 def test_probes_named_by_gene_are_summed(
     counts: sp.csr_matrix, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def group_probes(source: CountSource) -> CountSource:
                 [text.strip().lower() in _TRUE for text in text_values(values)], bool
             )
     genes = _genes_of_probes(var)
+    is_renamed = genes is not None
     if genes is None:
         if is_kept.all():
             return source
@@ -90,14 +91,18 @@ def group_probes(source: CountSource) -> CountSource:
         rows = rows.assign(symbol=rows["gene_name"])
     rows = rows.drop(columns=[_FILTERED, "gene_id", "gene_name"], errors="ignore")
     n_kept = int(is_kept.sum())
-    note = f"{n_kept:,} probes are summed into {len(names):,} genes by {by}"
-    if len(names) == n_kept:
-        note = f"rows are named by {by}"
+    changes = []
+    others = ""
     if _FILTERED in var:
         excluded = f"{n_probes - n_kept:,} of {n_probes:,} probes are excluded"
-        note = f"{excluded} ({_FILTERED} is false), the other {note}"
+        changes.append(f"{excluded} ({_FILTERED} is false)")
+        others = "the other "
+    if len(names) < n_kept:
+        changes.append(f"{others}{n_kept:,} probes are summed into {len(names):,} genes by {by}")
+    elif is_renamed:
+        changes.append(f"{others}rows are named by {by}")
     matrix = GroupedColumns(source.matrix, target, len(names))
-    return replace(source, matrix=matrix, var=rows, notes=[*source.notes, note])
+    return replace(source, matrix=matrix, var=rows, notes=[*source.notes, ", ".join(changes)])
 
 
 def _genes_of_probes(var: pd.DataFrame) -> np.ndarray | None:
