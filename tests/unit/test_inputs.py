@@ -284,6 +284,11 @@ def test_a_package_adds_a_format(
         read(tmp_path / "cells.tsv")
 
 
+def test_a_matrix_without_parts_says_what_to_define() -> None:
+    with pytest.raises(NotImplementedError, match="defines parts, parts_from or pieces"):
+        matrices.StoredMatrix().some(1)
+
+
 def test_names_and_categories_are_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
     with open_counts(tenx_v3(counts, tmp_path)) as reader:
         assert reader.var.symbol.tolist() == [f"S{j}" for j in range(37)]

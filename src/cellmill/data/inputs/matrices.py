@@ -57,6 +57,8 @@ class StoredMatrix:
         entries of a row are in any order, and may be repeated. May be called again. Holds a few parts
         in memory. Raises DataError when the file is damaged.
         """
+        if type(self).parts_from is StoredMatrix.parts_from:
+            raise NotImplementedError("a stored matrix defines parts, parts_from or pieces")
         return self.parts_from(0, block)
 
     def parts_from(self, start: int, block: int) -> Iterator[sp.csr_matrix]:
