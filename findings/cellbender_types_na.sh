@@ -14,7 +14,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 pip="$folder/venv/bin/pip install --quiet --disable-pip-version-check"
-$pip scanpy==1.11.5 anndata==0.12.19 tables scipy
+$pip scanpy==1.11.5 anndata==0.12.19 tables==3.10.2 scipy==1.16.3
 $pip --no-deps cellbender==0.3.2
 cd "$folder"
 venv/bin/python -W ignore - <<'PYTHON'

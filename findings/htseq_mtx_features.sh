@@ -13,7 +13,7 @@ set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet --disable-pip-version-check HTSeq==2.1.2 scipy
+"$folder/venv/bin/pip" install --quiet --disable-pip-version-check HTSeq==2.1.2 scipy==1.16.3
 cd "$folder"
 {
     printf '@HD\tVN:1.6\tSO:coordinate\n@SQ\tSN:1\tLN:10000\n'
