@@ -912,6 +912,14 @@ def test_the_cost_of_a_run_with_gpus_is_in_gpu_hours(
     assert describe_cost(run) == described
 
 
+def test_a_start_that_never_ran_is_not_in_gpu_hours() -> None:
+    """A job of GPUs was cancelled in the queue; the training then ran on CPUs."""
+    cost = make_cost(gpus=0, gpu_hours=0.0)
+    queued = replace(cost.starts[0], started_at=None, elapsed_s=0.0, gpus=4)
+    cost.starts.insert(0, queued)
+    assert describe_cost(replace(of_tasks("a"), cost=cost)) == "31 core-hours"
+
+
 def test_the_first_line_names_effort_fast() -> None:
     verdict = verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))
     result = of_task("f", {OWN: 0.7, GENES: 0.7}, [verdict])

@@ -10,6 +10,7 @@ from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, draw_curves, draw_losses
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
 from cellmill.report.text import to_text, to_words
+from cellmill.runs.cost import had_gpus
 
 TENSOR_MEMORY = "peak tensor memory on any rank, GB"
 PROCESS_MEMORY = "peak memory of any process, libraries included, GB"
@@ -168,9 +169,8 @@ def describe_cost(run: ReportedRun) -> str | None:
     """GPU-hours of a run, or core-hours if it had no GPU; None before its training has ended."""
     if run.cost is None:
         return None
-    # a start with an unknown number of GPUs counts as one with GPUs
-    had_gpus = any(start.gpus != 0 for start in run.cost.starts)
-    hours = run.totals.get("gpu_hours" if had_gpus else "cpu_core_hours")
-    unit = "GPU-hours" if had_gpus else "core-hours"
+    has_gpu_hours = had_gpus(run.cost.starts)
+    hours = run.totals.get("gpu_hours" if has_gpu_hours else "cpu_core_hours")
+    unit = "GPU-hours" if has_gpu_hours else "core-hours"
     amount = "an unknown number of" if hours is None else to_text(hours)
     return f"{amount} {unit}"

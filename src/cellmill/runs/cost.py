@@ -11,7 +11,7 @@ import resource
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -369,26 +369,25 @@ def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | 
     }
 
 
+def had_gpus(starts: Sequence[Start]) -> bool:
+    """True if a start that ran had GPUs or an unknown number of them; if none ran, all starts count."""
+    ran = [start for start in starts if start.elapsed_s != 0]
+    return any(start.gpus != 0 for start in ran or starts)
+
+
 def sentence(cost: dict[str, Any]) -> str:
     """One line: 2.31 GPU-hours in 3 jobs, waited 12 min in the queue, 81 % of it training."""
     totals = cost["totals"]
-    starts = cost["jobs"]
-    unit = "core-hours"
-    hours = totals["cpu_core_hours"]
-    if any(start["gpus"] for start in starts):
-        unit = "GPU-hours"
-        hours = totals["gpu_hours"]
-    if hours is None:
-        amount = "an unknown number of"
-    else:
+    starts = [Start(**start) for start in cost["jobs"]]
+    unit = "GPU-hours" if had_gpus(starts) else "core-hours"
+    hours = totals["gpu_hours" if had_gpus(starts) else "cpu_core_hours"]
+    amount = "an unknown number of"
+    if hours is not None:
         amount = f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
-    jobs = len({start["job_id"] for start in starts} - {""})
-    local = [start["job_id"] for start in starts].count("")
-    where = []
-    if jobs:
-        where.append(f"{jobs} {'job' if jobs == 1 else 'jobs'}")
-    if local:
-        where.append(f"{local} {'start' if local == 1 else 'starts'} on this machine")
+    job_ids = [start.job_id for start in starts]
+    jobs = len({*job_ids} - {""})
+    places = (jobs, "job", ""), (job_ids.count(""), "start", " on this machine")
+    where = [f"{n} {noun}{'s' * (n > 1)}{place}" for n, noun, place in places if n]
     parts = [f"{amount} {unit} in {' and '.join(where)}"]
     if jobs and totals["queue_wait_s"] is not None:
         parts.append(f"waited {span(totals['queue_wait_s'])} in the queue")
