@@ -789,13 +789,22 @@ def test_a_step_of_all_assumed_cells_is_planned_whole(
     assert "in 625000.0 micro-batches per process" in out
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "zero_frac", "detected"), [(2048, 0.25, 1536), (100, 0.29, 71)]
+)
 def test_undetected_genes_are_not_genes_of_an_assumed_cell(
-    printed: Callable[..., tuple[str, str]], tmp_path: Path
+    printed: Callable[..., tuple[str, str]],
+    tmp_path: Path,
+    max_tokens: int,
+    zero_frac: float,
+    detected: int,
 ) -> None:
+    """100 * 0.29 is 28.999999999999996, and 29 genes of 100 are undetected."""
     out = tmp_path / "plan.json"
-    printed(f"--device h100 --cells 5000 --out {out}", tokens={"zero_frac": 0.25})
+    tokens = {"max_tokens": max_tokens, "zero_frac": zero_frac}
+    printed(f"--device h100 --cells 5000 --out {out}", tokens=tokens)
     planned = json.loads(out.read_text())
-    assert (planned["tokens_per_cell"], planned["genes_per_cell"]) == (2048, 1536)
+    assert (planned["tokens_per_cell"], planned["genes_per_cell"]) == (max_tokens, detected)
 
 
 def test_a_plan_reads_the_shards_of_the_corpus_if_they_exist(

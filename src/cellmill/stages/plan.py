@@ -116,9 +116,8 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
     """Assume a corpus whose cells all have as many tokens as the run allows, and print its sizes."""
     n_tokens = min(options.tokens.max_tokens, n_genes)
     train_frac = 1 - shard.val_frac - shard.test_frac
-    if (
-        shard.train_values
-    ):  # the share of held-out values is unknown: take `val_frac` of the training cells
+    # the share of held-out values is unknown: take `val_frac` of the training cells
+    if shard.train_values:
         train_frac = 1
     n_validation = round(n_cells * shard.val_frac / train_frac)
     print(
@@ -137,8 +136,9 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
         levels=levels,
         n_covariates=len(options.tokens.covariates),
     )
-    # the other tokens are of undetected genes
-    genes = np.full(n_stored, n_tokens - int(n_tokens * options.tokens.zero_frac))
+    # a vocabulary of fewer genes than `max_tokens` limits the tokens
+    limited = options.tokens.model_copy(update={"max_tokens": n_tokens})
+    genes, _ = count_detected_and_undetected(limited, tokens, n_genes)
     return PlannedCorpus(options, size, detected_genes=genes, kept_genes=genes)
 
 
