@@ -302,6 +302,15 @@ def test_a_verdict_knows_its_column_among_equal_differences() -> None:
     assert [row and row.method for row in found] == [OTHER, best]
 
 
+def test_an_earlier_verdict_is_of_each_column_with_its_difference() -> None:
+    """Earlier versions stored no columns, and these two have equal differences."""
+    scores = {OWN: np.full((3, 40), 0.9), OTHER: np.full((3, 40), 0.8)}
+    result = tabulate([ScoreColumn(name, name.upper(), scores) for name in ("x", "y")], {})
+    verdicts = [replace(verdict, column=None) for verdict in result.verdicts]
+    earlier = replace(result, verdicts=verdicts)
+    assert [earlier.find_verdict(column) is not None for column in ("x", "y")] == [True, True]
+
+
 def test_a_gap_in_words() -> None:
     gap = Gap("accuracy", ("majority", 0.3527), ("all genes with half of the labels", 0.8101))
     closed = replace(

@@ -291,7 +291,7 @@ class TaskResult:
 
     def find_verdict(self, column: str) -> Verdict | None:
         """The first of `best_verdicts` that is on a column; None if there is none."""
-        found = (one for one in self.best_verdicts() if self._column_of(one) == column)
+        found = (one for one in self.best_verdicts() if column in self._columns_of(one))
         return next(found, None)
 
     def best_baseline(self, column: str) -> Row | None:
@@ -326,31 +326,31 @@ class TaskResult:
                 verdicts.append(best)
         return verdicts
 
-    def _column_of(self, verdict: Verdict) -> str:
-        """Column of a verdict: stored, or found by its difference, or else named like its metric."""
+    def _columns_of(self, verdict: Verdict) -> set[str]:
+        """Column of a verdict: stored, or all with its difference, or else one named like its metric."""
         wanted = verdict.compared, verdict.against, verdict.difference
-        found = (d.column for d in self.differences if (d.compared, d.against, d.mean) == wanted)
-        return verdict.column or next(found, verdict.metric)
+        found = {d.column for d in self.differences if (d.compared, d.against, d.mean) == wanted}
+        return {verdict.column} if verdict.column else found or {verdict.metric}
 
     def _compare_with_nearest(self, verdict: Verdict, baselines: set[str]) -> Verdict | None:
-        """The verdict on the same method against the best of `baselines` in the same column.
+        """The verdict on the same method against the best of `baselines` in the same columns.
 
         All of them are worse than the baseline of `verdict`, so the best one has the smallest
         difference. None if there is no difference from any of them.
         """
-        column = self._column_of(verdict)
+        columns = self._columns_of(verdict)
         differences = [
             difference
             for difference in self.differences
             if difference.compared == verdict.compared
-            and difference.column == column
+            and difference.column in columns
             and difference.against in baselines
         ]
         if not differences:
             return None
         nearest = min(differences, key=lambda difference: abs(difference.mean))
         found = nearest.judge(verdict.metric, lower_is_better=verdict.difference < 0)
-        return replace(found, effort=verdict.effort)
+        return replace(found, effort=verdict.effort, column=verdict.column and nearest.column)
 
     def mark_fast(self, left_out: str) -> Self:
         """The result, marked as of effort fast; `left_out` says what it lacks."""
