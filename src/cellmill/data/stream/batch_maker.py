@@ -18,6 +18,7 @@ from cellmill.data.stream.micro_batches import MicroBatchRule, cut_greedily
 from cellmill.data.stream.step_reader import StepGroup
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.data.stream.windows import StreamCells
+from cellmill.errors import DataError
 
 _MAX_GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to so many genes
 
@@ -42,6 +43,8 @@ class BatchFields:
             arrays["numbers"] = CellColumns(manifest, split, "numbers", self.number_columns)
         if self.teacher_folder is not None:
             _, vectors = open_vectors(Path(self.teacher_folder), manifest)
+            if split not in vectors:
+                raise DataError(f"{self.teacher_folder}: no vectors of split {split}")
             arrays["teacher"] = vectors[split]
         return arrays
 
