@@ -8,6 +8,7 @@ DeepSeek-V3, 2024, section 3.2.1 (DualPipe, here in V shape).
 """
 
 from cellmill.config.parallel import Parallel
+from cellmill.parallel.mesh import V_SHAPED
 from cellmill.planner.units import FORWARDS_PER_BACKWARD
 
 # Idle time of a rank per other rank of the pipeline: a forward and a backward pass. Zero bubble fills
@@ -37,9 +38,9 @@ def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int
         "1F1B": later_ranks + 1,
         # the warm-up has pp forward passes of the first stage, and 2 more per later rank
         "Interleaved1F1B": pp + 2 * later_ranks + 1,
-        # the warm-up has pp forward passes of the first stage, and 1 more per later rank; the gradients
-        # of weights, computed later than those of inputs, keep `pp_rank` more
-        "InterleavedZeroBubble": pp + later_ranks + 1 + pp_rank,
+        # The warm-up has pp forward passes of the first stage, and 1 more per later rank. The gradients
+        # of weights, computed later than those of inputs, keep `pp_rank` more: the same on every rank.
+        "InterleavedZeroBubble": 2 * pp,
         # as much as 1F1B's first rank, whose pp micro-batches are in one stage of twice the size
         "ZBV": 2 * pp,
         # as DualPipe on 2 pp ranks of one stage each; the V shape puts two stages on a rank
@@ -58,4 +59,18 @@ def estimate_idle_frac(parallel: Parallel, micro_batches: float) -> float:
     units_per_micro_batch = 1 + FORWARDS_PER_BACKWARD
     busy_units = units_per_micro_batch * max(1, round(micro_batches)) * stages_per_rank
     idle_units = (parallel.pp - 1) * IDLE_UNITS[parallel.schedule]
+    return idle_units / (busy_units + idle_units)
+
+
+def estimate_validation_idle_frac(parallel: Parallel, micro_batches: float) -> float:
+    """Estimate the fraction of a validation in which a pipeline rank waits; 0 without a pipeline.
+
+    A validation has only forward passes, and a rank computes all micro-batches in one of its stages
+    before the next (`parallel.pipeline`). It waits once for each other rank; in a V shape once in
+    each of its two stages, since micro-batches pass the ranks in both directions.
+    """
+    busy_units = max(1, round(micro_batches))  # between two waits
+    if parallel.schedule not in V_SHAPED:
+        busy_units *= parallel.n_stages // parallel.pp
+    idle_units = parallel.pp - 1
     return idle_units / (busy_units + idle_units)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from cellmill.planner.measure.size import Load
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import estimate_idle_frac
+from cellmill.planner.schedules import estimate_idle_frac, estimate_validation_idle_frac
 from cellmill.planner.traffic import CollectiveTraffic
 from cellmill.planner.units import FORWARDS_PER_BACKWARD, GB
 
@@ -71,7 +71,8 @@ class StepTime:
     compute_s: float
     exposed_s: float  # communication that no computation overlaps
     idle_s: float  # time that a rank waits for others of its pipeline
-    # one forward pass of the step's cells, with its idle time in a pipeline: not part of `step_s`
+    # one forward pass of the step's cells, as in a validation, with its idle time in a pipeline: not
+    # part of `step_s`
     forward_s: float
 
     @property
@@ -119,7 +120,8 @@ def estimate_step_time(
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
     idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)
-    return StepTime(compute_s, exposed_s, idle_s, forward_s / (1 - idle_frac))
+    validation_idle_frac = estimate_validation_idle_frac(model.parallel, micro_batches)
+    return StepTime(compute_s, exposed_s, idle_s, forward_s / (1 - validation_idle_frac))
 
 
 def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) -> list[float]:
@@ -138,9 +140,8 @@ def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) 
         # all passes have the FLOPs of this many forward passes; a coupled loss repeats all but `finish`
         n_forwards = flops.forward_passes + FORWARDS_PER_BACKWARD
         forward = (begin + blocks) / n_forwards + finish / (1 + FORWARDS_PER_BACKWARD)
-        recomputed = 0.0
-        if model.parallel.activation_checkpointing is not None:
-            recomputed = blocks / n_forwards
+        recomputes = model.parallel.activation_checkpointing is not None
+        recomputed = blocks / n_forwards if recomputes else 0.0
         step = begin + blocks + finish + recomputed
         backward = FORWARDS_PER_BACKWARD * forward + recomputed
         flops_by_rank.append((step, forward, backward))
