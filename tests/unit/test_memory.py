@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config.parallel import Parallel, divide_processes
+from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
@@ -29,7 +30,11 @@ from cellmill.planner.memory import (
     estimate_rank_memory,
 )
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import count_in_flight, estimate_idle_frac
+from cellmill.planner.schedules import (
+    count_in_flight,
+    estimate_idle_frac,
+    estimate_validation_idle_frac,
+)
 from cellmill.planner.traffic import LinkBytes, list_traffic, sum_link_bytes
 from tests.checks import quick
 from tests.models import spec
@@ -169,7 +174,7 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
     model = _model(3, pp=3, schedule=schedule)
     parallel = model.parallel
     stages = [*chain.from_iterable(map(model.list_rank_stages, range(3)))]
-    assert sum(stage.n_blocks for stage in stages) == SIZE.n_blocks
+    assert sum(len(stage.blocks) for stage in stages) == SIZE.n_blocks
     tied = SIZE.tied.parameters
     ranks = [model.sum_rank_totals(rank) for rank in range(3)]
     assert sum(rank.parameters for rank in ranks) == SIZE.parameters + tied
@@ -249,6 +254,32 @@ def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     assert estimate_pinned_per_process(_model(4, **strategy)).offload == 0
 
 
+def test_offload_of_the_optimizer_pins_no_frozen_weights() -> None:
+    model = _model(1, cpu_offload="optimizer")
+    size = measure_size(SPEC, finetune=MethodConfig.model_validate({"method": "head_only"}))
+    trained = replace(model, size=size).sum_rank_totals(0).trained
+    assert trained < size.parameters / 2
+    # weights, gradients and two moments
+    assert estimate_pinned_per_process(replace(model, size=size)).offload == 4 * 4 * trained
+
+
+def test_a_partly_frozen_model_is_planned_by_blocks_that_train() -> None:
+    partial = MethodConfig.model_validate({"method": "partial", "last_blocks": 3})
+    size = measure_size(SPEC, finetune=partial)
+    assert size.block == SIZE.block
+    assert size.block_workspace_per_token == SIZE.block_workspace_per_token
+    model = replace(_model(2, pp=2), size=size)
+    trained = [model.sum_rank_totals(rank).trained for rank in range(2)]
+    assert trained[0] == 0
+    assert trained[1] > 3 * SIZE.block.parameters
+
+
+def test_a_model_without_blocks_is_measured() -> None:
+    size = measure_size(spec(2000, TOKENS, hidden=64, layers=0, heads=4, objective="masked_gene"))
+    assert size.trained_by_block == ()
+    assert size.block.parameters == 0
+
+
 def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
     sharded = estimate_pinned_per_process(_model(4, sharding_strategy="FULL_SHARD")).staging
     assert (estimate_pinned_per_process(_model(1)).staging, sharded) == (
@@ -306,6 +337,24 @@ def test_idle_time_agrees_with_the_schedule_table(pp: int, schedule: str, times:
     most = [_most_kept(actions) for actions in table]
     planned = [count_in_flight(parallel, rank, micro_batches) for rank in range(pp)]
     assert planned == most
+
+
+@pytest.mark.parametrize("schedule", TABLED)
+@pytest.mark.parametrize("pp", [1, 4])
+def test_a_validation_waits_for_all_of_a_stage(pp: int, schedule: str) -> None:
+    parallel = Parallel(pp=pp, schedule=schedule)
+    micro_batches = 2 * parallel.n_stages
+    ends: dict[tuple[int, int], int] = {}  # by stage and micro-batch
+    free = [0] * pp  # by rank
+    for stage in range(parallel.n_stages):
+        [rank] = [rank for rank in range(pp) if stage in list_stages(rank, parallel)]
+        for micro_batch in range(micro_batches):
+            free[rank] = 1 + max(free[rank], ends.get((stage - 1, micro_batch), 0))
+            ends[stage, micro_batch] = free[rank]
+    busy = micro_batches * parallel.n_stages / pp
+    assert estimate_validation_idle_frac(parallel, micro_batches) == pytest.approx(
+        1 - busy / max(free)
+    )
 
 
 def test_idle_time_is_zero_without_a_pipeline() -> None:

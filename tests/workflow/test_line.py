@@ -375,7 +375,7 @@ def test_a_bridge_is_made_on_request_after_the_evaluation(project: Project) -> N
         r"--umap results/runs/tiny/evaluate/umap\.tsv --label cell_type --out " + re.escape(target),
         shown,
     )
-    (project.folder / "python").touch()
+    (project.folder / "python").write_text("#!/bin/sh\n")
     shown = project.snakemake(
         "-n", "-p", target, "--config", "bridges={scib-metrics: ./python}"
     ).stdout

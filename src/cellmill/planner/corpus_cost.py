@@ -97,11 +97,12 @@ def _estimate_shard_costs(
     divide_hours = cpu_hours["divide"]
     write_hours = cpu_hours["shard_part"]
     if shard.jobs == 1:
+        hours = divide_hours + write_hours + INDEX_HOURS
         return [
             StageCost(
                 stage="shard",
-                hours=divide_hours + write_hours + INDEX_HOURS,
-                cpu_hours=divide_hours + write_hours + INDEX_HOURS,
+                hours=hours,
+                cpu_hours=hours,
                 rss_mb=divide_rss_mb + shard_data_mb,
                 files=n_shards + N_INDEX_FILES,
                 disk_gb=disk_bytes / 1e9,

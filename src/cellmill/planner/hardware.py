@@ -45,10 +45,12 @@ class Hardware:
         ConfigError if the layout does not divide the processes.
         """
         nproc = self.nproc_per_node
-        layouts = [
-            divide_processes(options.parallel, nodes * nproc, nproc) for nodes in self.node_counts
-        ]
-        dp = math.lcm(*(layout.dp for layout in layouts))
+        dp = math.lcm(
+            *(
+                divide_processes(options.parallel, nodes * nproc, nproc).dp
+                for nodes in self.node_counts
+            )
+        )
         lanes = options.stream.lanes
         for candidate in (lanes, math.lcm(lanes, dp), dp):
             if candidate % dp == 0 and options.train.global_batch % candidate == 0:

@@ -130,7 +130,7 @@ class _RankMemory:
         """Bytes of the float32 gradients of this rank's shard; full offload keeps them on the host."""
         if self.parallel.cpu_offload == "full":
             return 0
-        return FLOAT32_BYTES * -(-self.totals.trained // self.model.ranks_per_copy)
+        return FLOAT32_BYTES * self.model.count_shard(self.totals.trained)
 
     @property
     def _accumulated_bytes(self) -> int:
@@ -147,8 +147,8 @@ class _RankMemory:
         size = model.size
         totals = self.totals
         offload = self.parallel.cpu_offload
-        trained_shard = -(-totals.trained // model.ranks_per_copy)
-        parameters_shard = -(-totals.parameters // model.ranks_per_copy)
+        trained_shard = model.count_shard(totals.trained)
+        parameters_shard = model.count_shard(totals.parameters)
         if offload == "full":
             parameters_shard = 0
         average_bytes = 0
@@ -181,7 +181,7 @@ class _RankMemory:
         if model.uses_fsdp and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
             # the shards of earlier micro-batches
-            shard = -(-block.trained // model.ranks_per_copy)
+            shard = model.count_shard(block.trained)
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
@@ -294,8 +294,12 @@ class _RankMemory:
         kept_block_bytes = kept_by_checkpointing[self.parallel.activation_checkpointing]
         kept_bytes = 0.0
         for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
-            outside_bytes = mean_bytes * stage.outside_activations_per_token
-            kept_bytes += n_micro_batches * (stage.n_blocks * kept_block_bytes + outside_bytes)
+            stage_bytes = len(stage.blocks) * kept_block_bytes
+            if stage.has_begin:
+                stage_bytes += mean_bytes * size.begin.activations_per_token
+            if stage.has_finish:
+                stage_bytes += mean_bytes * size.finish.activations_per_token
+            kept_bytes += n_micro_batches * stage_bytes
         # before its backward pass, a block recomputes what it has not kept
         workspace_bytes = mean_bytes * size.block_workspace_per_token
         workspace_bytes += block_bytes - kept_block_bytes
@@ -323,28 +327,28 @@ class PinnedBytes(NamedTuple):
 def estimate_pinned_per_process(model: PlannedModel) -> PinnedBytes:
     """Estimate the pinned host memory of one process, by use.
 
-    Offload keeps weights, gradients, optimizer state and, if full, the average on the host. A
-    checkpoint is copied to the host first: its weights, optimizer state and average.
+    Offload keeps gradients and optimizer state on the host. With `optimizer` it also keeps the trained
+    weights there, with `full` all weights and the average. A checkpoint is copied to the host first:
+    its weights, optimizer state and average.
     """
     if not model.pins_memory:
         return PinnedBytes(offload=0, staging=0)
     offload = model.parallel.cpu_offload
-    average = int(model.keeps_average)
-    n_offloaded = 1 + model.optimizer_states  # gradients, optimizer state
-    if offload == "full":
-        n_offloaded += average
-
-    def count_bytes(n_trained_copies: int) -> int:
-        """Count the bytes of all weights, and of `n_trained_copies` times the trained weights."""
-        elements = 0  # of the pipeline rank with the most
-        for pp_rank in range(model.layout.pp):
-            totals = model.sum_rank_totals(pp_rank)
-            elements = max(elements, totals.parameters + n_trained_copies * totals.trained)
-        return FLOAT32_BYTES * -(-elements // model.ranks_per_copy)
-
+    offloaded = 0  # elements of the pipeline rank with the most
+    staged = 0
+    for pp_rank in range(model.layout.pp):
+        totals = model.sum_rank_totals(pp_rank)
+        checkpoint = (
+            totals.parameters + (model.optimizer_states + model.keeps_average) * totals.trained
+        )
+        staged = max(staged, checkpoint)
+        if offload == "full":
+            offloaded = max(offloaded, checkpoint + totals.trained)  # and gradients
+        elif offload == "optimizer":  # trained weights, their gradients, optimizer state
+            offloaded = max(offloaded, (2 + model.optimizer_states) * totals.trained)
     return PinnedBytes(
-        offload=count_bytes(n_offloaded) if offload else 0,
-        staging=count_bytes(model.optimizer_states + average),
+        offload=FLOAT32_BYTES * model.count_shard(offloaded),
+        staging=FLOAT32_BYTES * model.count_shard(staged),
     )
 
 

@@ -26,22 +26,12 @@ class RankTotals(NamedTuple):
     outside_trained: int
 
 
-@dataclass(frozen=True)
-class PlannedStage:
+class PlannedStage(NamedTuple):
     """One pipeline stage of a model; without a pipeline, all of it."""
 
-    size: ModelSize  # of all stages, on one tensor-parallel rank
-    n_blocks: int  # blocks of this stage
+    blocks: range  # numbers of this stage's blocks in the model
     has_begin: bool  # True if the stage has the part before the blocks
     has_finish: bool  # True if the stage has the part after the blocks
-
-    @property
-    def outside_activations_per_token(self) -> float:
-        """Elements that the parts outside the blocks keep for the backward pass."""
-        elements = self.size.begin.activations_per_token if self.has_begin else 0.0
-        if self.has_finish:
-            elements += self.size.finish.activations_per_token
-        return elements
 
 
 @dataclass(frozen=True)
@@ -99,24 +89,26 @@ class PlannedModel:
         """Data-parallel ranks that share one copy of the weights."""
         return self.layout.dp_shard if self.uses_fsdp else 1
 
+    def count_shard(self, elements: int) -> int:
+        """Count the elements of one rank's shard."""
+        return -(-elements // self.ranks_per_copy)
+
     def list_rank_stages(self, pp_rank: int) -> list[PlannedStage]:
         """List the stages of pipeline rank `pp_rank`, in the order of `parallel.mesh.list_stages`."""
         n_stages = self.parallel.n_stages
         stages = []
         for stage in list_stages(pp_rank, self.parallel):
-            n_blocks = len(list_blocks(stage, n_stages, self.size.n_blocks))
-            is_first = stage == 0
-            is_last = stage == n_stages - 1
-            stages.append(PlannedStage(self.size, n_blocks, has_begin=is_first, has_finish=is_last))
+            blocks = list_blocks(stage, n_stages, self.size.n_blocks)
+            stages.append(PlannedStage(blocks, stage == 0, stage == n_stages - 1))
         return stages
 
     def sum_rank_totals(self, pp_rank: int) -> RankTotals:
         """Sum blocks and parameters over the stages of pipeline rank `pp_rank`."""
         size = self.size
         stages = self.list_rank_stages(pp_rank)
-        n_blocks = sum(stage.n_blocks for stage in stages)
-        has_begin = any(stage.has_begin for stage in stages)
-        has_finish = any(stage.has_finish for stage in stages)
+        blocks = [block for stage in stages for block in stage.blocks]
+        has_begin = stages[0].has_begin
+        has_finish = stages[-1].has_finish
         ends = [size.begin] if has_begin else []
         if has_finish:
             ends.append(size.finish)
@@ -127,11 +119,11 @@ class PlannedModel:
             outside_parameters -= size.tied.parameters
             outside_trained -= size.tied.trained
         return RankTotals(
-            n_blocks=n_blocks,
+            n_blocks=len(blocks),
             has_begin=has_begin,
             has_finish=has_finish,
-            parameters=n_blocks * size.block.parameters + outside_parameters,
-            trained=n_blocks * size.block.trained + outside_trained,
+            parameters=len(blocks) * size.block.parameters + outside_parameters,
+            trained=sum(size.trained_by_block[block] for block in blocks) + outside_trained,
             outside_parameters=outside_parameters,
             outside_trained=outside_trained,
         )

@@ -150,8 +150,7 @@ def count_micro_batches(
     if is_pipeline:
         max_tokens, padding_frac = _pad_for_pipeline(steps, counts, corpus, token_multiple)
         return MicroBatches(counts, max_tokens, padding_frac)
-    first_rank_tokens = steps[0][0]
-    max_cells = len(first_rank_tokens)  # no rank has more in any step
+    max_cells = len(steps[0][0])  # cells of the first rank: no rank has more in any step
     max_tokens = min(rule.token_budget, max_cells * int(corpus.gene_tokens.max()))
     max_tokens += corpus.count_max_covariate_tokens(rule.token_budget, max_cells)
     return MicroBatches(counts, max_tokens, padding_frac=0.0)

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from torch import nn
 
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.methods import MethodConfig
-from cellmill.finetune.method import Method, check_trains, load_method, trained_names
+from cellmill.finetune.method import Depth, Method, check_trains, load_method, trained_names
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activations, freeze
@@ -116,9 +117,10 @@ class ModelSize:
     """Measured sizes of a model on one tensor-parallel rank."""
 
     begin: PartSize
-    block: PartSize
+    block: PartSize  # the block with the most trained parameters
     finish: PartSize
     tied: PartSize  # parameters that are in both `begin` and `finish`
+    trained_by_block: tuple[int, ...]  # trained parameters of each block; a method may freeze some
     buffers: int  # elements of all buffers
     flops: Flops
     # elements that pass from block to block, per token: the hidden size; this rank's share of it with
@@ -173,14 +175,10 @@ def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
     """Measure only the FLOPs, and without tensor parallelism: faster than `measure_size`."""
     with _prepare(spec, finetune) as (fitted, method):
         model = _build(fitted, method, one_block=True)
-        n_blocks = _count_blocks(build(fitted, method.transform))
+        n_blocks = Depth.of(build(fitted, method.transform)).n_blocks
         long = measure_passes(model, fitted, SAMPLE_TOKENS)
         short = measure_passes(model, fitted, SAMPLE_TOKENS, length_divisor=2)
         return _count_flops(model, n_blocks, long, short)
-
-
-def _count_blocks(model: Model) -> int:
-    return len(list(model.get_submodule(model.plan.blocks).children()))
 
 
 @contextmanager
@@ -213,8 +211,9 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     """Count the parameters of the whole model, and measure passes of a model of one block."""
     whole_model = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in whole_model.named_parameters()))
-    n_blocks = _count_blocks(whole_model)
-    parts = _count_parameters(whole_model, n_blocks)
+    blocks = whole_model.get_submodule(whole_model.plan.blocks)
+    trained_by_block = tuple(map(_count_trained, blocks.children()))
+    parts = _count_parameters(whole_model, trained_by_block)
 
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     # with sequence parallelism the trainer pads a batch to a multiple of tokens
@@ -246,8 +245,9 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
         )
     return ModelSize(
         **parts,
+        trained_by_block=trained_by_block,
         buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
-        flops=_count_flops(model, n_blocks, long, short),
+        flops=_count_flops(model, len(trained_by_block), long, short),
         block_input_per_token=long.block_input_per_token,
         selective_per_token=_measure_selective(spec, method, tp, sequence_parallel),
         block_workspace_per_token=long.block.workspace / long.tokens,
@@ -335,25 +335,40 @@ def _build(
     sequence_parallel: bool = False,
     one_block: bool = False,
 ) -> Model:
-    """Build the model of one tensor-parallel rank, optionally with only one of its equal blocks."""
+    """Build the model of one tensor-parallel rank, optionally with only one of its blocks.
+
+    Blocks are equal, except that the method may freeze some; the one that trains the most is left.
+    """
     model = build(spec, method.transform)
+    is_trained = trained_names(method, model)
     if one_block:
+        freeze(model, is_trained)
         blocks = model.get_submodule(model.plan.blocks)
-        for name in [name for name, _ in blocks.named_children()][1:]:
+        by_n_trained = sorted(
+            blocks.named_children(), key=lambda child: _count_trained(child[1]), reverse=True
+        )
+        for name, _ in by_n_trained[1:]:
             delattr(blocks, name)
     if tp > 1:
         parallel = Parallel.model_validate(
             {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel}
         )
         apply_tensor_parallel(model, model.plan.tensor, parallel, build_mesh(parallel, tp, "cpu"))
-    freeze(model, trained_names(method, model))
+    freeze(model, is_trained)
     return model
 
 
-def _count_parameters(model: Model, n_blocks: int) -> dict[str, PartSize]:
+def _count_trained(module: nn.Module) -> int:
+    """Count the parameters of this rank that have a gradient."""
+    return sum(
+        local_tensor(weight).numel() for weight in module.parameters() if weight.requires_grad
+    )
+
+
+def _count_parameters(model: Model, trained_by_block: tuple[int, ...]) -> dict[str, PartSize]:
     """Count the parameters and the trained parameters of this rank, by part of the model.
 
-    Parts are `begin`, `block` (one of `n_blocks` equal ones), `finish`, and `tied`: parameters of both
+    Parts are `begin`, `block` (the one that trains the most), `finish`, and `tied`: parameters of both
     ends.
     """
     parameters: Counter[str] = Counter()
@@ -373,8 +388,8 @@ def _count_parameters(model: Model, n_blocks: int) -> dict[str, PartSize]:
         for part in parts:
             parameters[part] += elements
             trained[part] += elements if parameter.requires_grad else 0
-    parameters["block"] //= max(n_blocks, 1)
-    trained["block"] //= max(n_blocks, 1)
+    parameters["block"] //= max(len(trained_by_block), 1)
+    trained["block"] = max(trained_by_block, default=0)
     return {
         part: PartSize(parameters[part], trained[part])
         for part in ("begin", "block", "finish", "tied")
