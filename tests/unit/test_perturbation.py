@@ -237,7 +237,7 @@ def test_a_role_that_is_not_scored_keeps_its_reason(screen: Context) -> None:
     without_batch = {name: column for name, column in screen.roles.items() if name != "batch"}
     result = Perturbation(CONFIG).run(replace(screen, roles=without_batch))
     assert result.rows
-    assert result.figures["batch_no_folds"] == "the dataset has no batch column"
+    assert result.figures["batch_no_folds"] == "held out batch: the dataset has no batch column"
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,11 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
             "upper bound finetune.method head_only freezes weights, so time, FLOPs and activations are lower than "
             "these estimates",
         ),
+        (
+            {"finetune": {"method": "partial", "last_blocks": 1}},
+            "upper bound finetune.method partial freezes weights, so time, FLOPs and activations are lower than "
+            "these estimates",
+        ),
         ({"objective": PARTS}, f"warning     set objective.parts.masked_value{LEAK}"),
     ],
     ids=str,

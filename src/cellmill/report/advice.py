@@ -113,7 +113,7 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
     is_chosen = objective.batch_column is not None or objective.batch_reason is not None
     if run.evaluation is None or is_chosen or not is_measured:
         return None
-    # only task integration has this figure, also where it was skipped for want of labels
+    # only task integration has this figure, also where no label of several batches is left to score
     n_batches = [
         list_figures(result).get("n_batches", 0) for _, _, result in run.evaluation.results()
     ]

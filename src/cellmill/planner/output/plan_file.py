@@ -225,8 +225,8 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         f"{format_bytes(sent.intra_node)} inside the node and {format_bytes(sent.inter_node)} to other nodes, "
         "per process and step",
     )
-    block = cost.whole_size.block
-    if block.trained < block.parameters:
+    size = cost.whole_size
+    if sum(size.trained_by_block) < size.n_blocks * size.block.parameters:
         yield (
             "upper bound",
             f"finetune.method {cost.options.finetune.method} freezes weights, so time, FLOPs and activations are lower "

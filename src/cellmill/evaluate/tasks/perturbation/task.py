@@ -77,8 +77,9 @@ class Perturbation(Task):
             try:
                 units = PerturbedUnits.read(context, self.config, held_out, split_file)
             except Skipped as skipped:  # leaves the others to score
-                reasons.append(f"held out {held_out}: {skipped}")
-                figures |= skipped.figures | {f"{held_out}_no_folds": str(skipped)}
+                reason = f"held out {held_out}: {skipped}"
+                reasons.append(reason)
+                figures |= skipped.figures | {f"{held_out}_no_folds": reason}
                 continue
             scored = self._score(units)
             results.append(scored)
