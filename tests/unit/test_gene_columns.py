@@ -203,12 +203,6 @@ def test_genes_that_are_named_like_antibodies_are_read(name: str) -> None:
     assert match_names([name], "mouse").gene_ids == ["ENSMUSG00000073421"]
 
 
-@pytest.mark.parametrize("form", ["{}-{}", "{1}-{0}", "{}_{}"])
-def test_an_id_with_its_symbol_is_not_added_to_the_id(form: str) -> None:
-    others = [form.format(symbol, gene) for symbol, gene in zip(SYMBOLS, IDS)]
-    assert match_names([*IDS, *others], "human").gene_ids == [*IDS, *[""] * N_GENES]
-
-
 def test_missing_names_never_match_a_gene_called_NA() -> None:
     matches = match_names(["NA", "NA.1", "NA-2", "nan", "XK", "TP53"], "human")
     assert [bool(gene) for gene in matches.gene_ids] == [False] * 4 + [True] * 2

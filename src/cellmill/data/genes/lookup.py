@@ -133,10 +133,9 @@ def match_names(names: Sequence[str], organism: str) -> Matches:
 def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
     """Find names of an id and a text that are other rows of genes of the file.
 
-    Examples are intron_ENSG00000141510 and TP53-ENSG00000141510 next to ENSG00000141510.
+    An example is intron_ENSG00000141510 next to ENSG00000141510.
     """
     by_text: dict[str, set[str]] = {}
-    ids = set[str]()
     present = set[str]()
     for name, match in known.items():
         is_whole_id = gene_id(name, organism) == match.gene  # with a version or _PAR_Y
@@ -145,14 +144,10 @@ def _copies_with_id(known: Mapping[str, Match], organism: str) -> set[str]:
             by_text.setdefault(text, set()).add(name)
         else:
             present.add(match.gene)
-        if is_whole_id:
-            ids.add(match.gene)
     copies = set[str]()
     for names in by_text.values():
         genes = {known[name].gene for name in names}
-        # TBCE and TBCE_ENSG00000284770 are two genes of one symbol, of which the table knows one
-        others = present if len(names) > 1 else ids
-        if len(genes & others) > _MAX_REPEATED * len(genes):
+        if len(names) > 1 and len(genes & present) > _MAX_REPEATED * len(genes):
             copies |= names
     return copies
 

@@ -53,8 +53,9 @@ class MaskedGene(MaskedObjective):
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide genes, or replace them by a random gene of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
-        draws = keyed_bits(mask.draws[mask.replaced], REPLACEMENT_KEY)
-        token_ids[mask.replaced] = len(SPECIAL) + draws % self.n_genes
+        if self.training and not self.hides_all:
+            random_token_ids = len(SPECIAL) + keyed_bits(mask.draws, REPLACEMENT_KEY) % self.n_genes
+            token_ids = torch.where(mask.replaced, random_token_ids, token_ids)
         return {"token_ids": token_ids}
 
     def head_loss(
