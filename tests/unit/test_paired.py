@@ -302,7 +302,7 @@ def test_a_verdict_knows_its_column_among_equal_differences() -> None:
     assert [row and row.method for row in found] == [OTHER, best]
 
 
-def test_an_earlier_verdict_is_of_each_column_with_its_difference() -> None:
+def test_an_earlier_verdict_is_of_each_column_with_its_value() -> None:
     """Earlier versions stored no columns, and these two have equal differences."""
     scores = {OWN: np.full((3, 40), 0.9), OTHER: np.full((3, 40), 0.8)}
     result = tabulate([ScoreColumn(name, name.upper(), scores) for name in ("x", "y")], {})
