@@ -21,6 +21,7 @@ from small_corpus import write_corpus
 from torch.distributed import distributed_c10d
 
 from cellmill.config.options import TrainOptions
+from cellmill.data.shards.manifest import Manifest
 from cellmill.planner.out_of_memory import advise, find_exhausted_memory
 from cellmill.runs.jobs import CONNECTION
 from cellmill.train.failure import error_line, leave_reason
@@ -178,6 +179,15 @@ def test_waiting_for_a_checkpoint_has_no_timeout(monkeypatch: pytest.MonkeyPatch
 FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1 GiB is free"
 
 
+def recorded_run(folder: Path, manifest: Manifest, parallel: dict[str, str]) -> Path:
+    """The run.json of a run on these shards."""
+    parsed = TrainOptions.model_validate(options(parallel))
+    record = {"options": parsed.model_dump(mode="json"), "manifest": str(manifest.path)}
+    run_json = folder / "run.json"
+    run_json.write_text(json.dumps(record))
+    return run_json
+
+
 def test_the_message_names_the_first_change_for_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,10 +200,7 @@ def test_the_message_names_the_first_change_for_the_run(
     assert line.endswith(f"out of memory (MemoryError); {general}"), "a run without a plan"
 
     def planned(**parallel: str) -> str:
-        parsed = TrainOptions.model_validate(options(parallel))
-        record = {"options": parsed.model_dump(mode="json"), "manifest": str(manifest.path)}
-        (tmp_path / "run.json").write_text(json.dumps(record))
-        return advise(tmp_path / "run.json", 4, 2)
+        return advise(recorded_run(tmp_path, manifest, parallel), 4, 2)
 
     line = planned()
     assert " per process (activations " in line
@@ -205,10 +212,8 @@ def test_the_message_names_the_first_change_for_the_run(
 
 def test_a_process_that_cannot_pin_is_advised_to_request_more(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, 240, n_vars=120)
-    parsed = TrainOptions.model_validate(options({"cpu_offload": "optimizer"}))
-    record = {"options": parsed.model_dump(mode="json"), "manifest": str(manifest.path)}
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    line = advise(tmp_path / "run.json", 4, 2, "cuda", "host")
+    run_json = recorded_run(tmp_path, manifest, {"cpu_offload": "optimizer"})
+    line = advise(run_json, 4, 2, "cuda", "host")
     request = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
     assert re.fullmatch(
         rf"the plan was to pin [\d.]+ kB of host memory per node: {re.escape(request)}, or shard over "
