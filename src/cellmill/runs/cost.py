@@ -379,8 +379,9 @@ def sentence(cost: dict[str, Any]) -> str:
     """One line: 2.31 GPU-hours in 3 jobs, waited 12 min in the queue, 81 % of it training."""
     totals = cost["totals"]
     starts = [Start(**start) for start in cost["jobs"]]
-    unit = "GPU-hours" if had_gpus(starts) else "core-hours"
-    hours = totals["gpu_hours" if had_gpus(starts) else "cpu_core_hours"]
+    on_gpus = had_gpus(starts)
+    unit = "GPU-hours" if on_gpus else "core-hours"
+    hours = totals["gpu_hours" if on_gpus else "cpu_core_hours"]
     amount = "an unknown number of"
     if hours is not None:
         amount = f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"
