@@ -13,7 +13,14 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import DataError
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.baselines import MEAN, SAME_NEAREST
+from cellmill.evaluate.tasks.perturbation.baselines import (
+    MEAN,
+    SAME_LINEAR,
+    SAME_MEAN,
+    SAME_NEAREST,
+    predict_new_contexts,
+    sum_changes_of_parts,
+)
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
@@ -240,3 +247,69 @@ def test_doses_next_to_a_split_file_are_refused() -> None:
         PerturbationConfig(doses="names", split_file="s.csv")
     with pytest.raises(ValidationError, match="dose_unit: expected doses next to uM"):
         PerturbationConfig(dose_unit="uM")
+
+
+def dosed_units(n_genes: int) -> pd.DataFrame:
+    """Perturbations a and b and their combination at doses 1 and 9 in three donors, with changes of
+    `n_genes` genes that grow with the dose.
+    """
+    generator = np.random.default_rng(0)
+    units = []
+    for donor in "xyz":
+        for name in ("a", "b", "a+b"):
+            for dose in ("1", "9"):
+                change = float(dose) * generator.normal(1, 0.1, n_genes)
+                units.append((name, dose, donor, change))
+    return pd.DataFrame(units, columns=["name", "dose", "donor", "change"])
+
+
+def test_new_contexts_are_predicted_at_the_same_dose() -> None:
+    units = dosed_units(20)
+    changes = np.stack(units["change"])
+    controls = np.zeros_like(changes)
+    controls[units["donor"] == "y"] = 1.0  # x is nearest to z
+    not_fitted = (units["donor"] == "z") | (units["name"] + units["dose"] == "b9")
+    fitted = np.flatnonzero(~not_fitted)
+    tested = np.flatnonzero(units["donor"] == "z")
+    names = units["name"].to_numpy(str)
+    doses = units["dose"].to_numpy(str)
+    predicted = predict_new_contexts(changes, fitted, tested, names, doses, controls)
+    linear = {}
+    for row, unit in enumerate(units.iloc[tested].itertuples()):
+        same = [
+            other
+            for other in units.iloc[fitted].itertuples()
+            if other.name == unit.name and (other.dose == unit.dose or unit.name == "b")
+        ]
+        expected = np.mean([other.change for other in same], axis=0)
+        np.testing.assert_allclose(predicted[SAME_MEAN][row], expected)
+        in_x = [other.change for other in same if other.donor == "x"]
+        np.testing.assert_array_equal(predicted[SAME_NEAREST][row], in_x[0])
+        linear[unit.name + unit.dose] = predicted[SAME_LINEAR][row].mean()
+    assert linear["a9"] > 2 * linear["a1"]
+    # dose 9 of b was not fitted
+    assert linear["b9"] == linear["b1"]
+    assert linear["a+b9"] > 2 * linear["a+b1"]
+
+
+def test_parts_of_a_combination_are_added_at_its_dose() -> None:
+    units = dosed_units(20)
+    changes = np.stack(units["change"])
+    is_single = units["name"] != "a+b"
+    is_b = units["name"] == "b"
+    is_fitted = is_single & ~(is_b & ((units["dose"] == "1") | (units["donor"] == "z")))
+    columns = (units[column].to_numpy(str) for column in ("name", "dose", "donor"))
+    predicted = sum_changes_of_parts(
+        changes,
+        np.flatnonzero(is_fitted),
+        np.flatnonzero(~is_single),
+        *columns,
+        parts=[name.split("+") for name in units["name"]],
+    )
+    for row, unit in enumerate(units[~is_single].itertuples()):
+        same_donor = units["donor"] == unit.donor
+        a = units[(units["name"] == "a") & (units["dose"] == unit.dose) & same_donor]
+        # b was fitted at dose 9 in x and y only
+        b = units[is_b & is_fitted & (same_donor | (unit.donor == "z"))]
+        expected = a["change"].iloc[0] + np.mean(b["change"].tolist(), axis=0)
+        np.testing.assert_allclose(predicted[row], expected)

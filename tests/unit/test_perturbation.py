@@ -126,7 +126,8 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
     mean_with_features = changes[with_features].mean(0)
     for row in (0, 2):
         np.testing.assert_allclose(every["f + kNN"][row], mean_with_features)
-    contexts = named(predict_new_contexts(changes, train, test, names, states))
+    no_dose = np.full(8, "")
+    contexts = named(predict_new_contexts(changes, train, test, names, no_dose, states))
     of_a = changes[[0, 2]].mean(0)
     predicted = contexts["same perturbation + mean"]
     np.testing.assert_allclose(predicted[0], of_a)
@@ -134,7 +135,7 @@ def test_predictions_are_means_of_training_units_by_hand() -> None:
     np.testing.assert_allclose(predicted[2], mean)
     other = changes.copy()
     other[test] = 7.0
-    again = named(predict_new_contexts(other, train, test, names, states))
+    again = named(predict_new_contexts(other, train, test, names, no_dose, states))
     for name, values in again.items():
         np.testing.assert_array_equal(values, contexts[name], "expression of tested units is read")
 

@@ -371,13 +371,14 @@ def test_the_additive_baseline_is_exact_for_sums() -> None:
         names = np.array(["+".join(unit_parts) for unit_parts in parts])
         train = np.flatnonzero([len(unit_parts) == 1 for unit_parts in parts])
         test = np.flatnonzero([len(unit_parts) == 2 for unit_parts in parts])
-        predicted = sum_changes_of_parts(changes, train, test, names, place, parts)
+        no_dose = np.full(len(parts), "")
+        predicted = sum_changes_of_parts(changes, train, test, names, no_dose, place, parts)
         expected = changes[test] - interaction
         expected[[2, 5]] = np.nan  # of D and E nothing is known
         np.testing.assert_allclose(predicted, expected)
     # a part that its context lacks is that of the others
     without = train[1:]
-    predicted = sum_changes_of_parts(changes, without, test, names, place, parts)
+    predicted = sum_changes_of_parts(changes, without, test, names, no_dose, place, parts)
     np.testing.assert_allclose(predicted[0], changes[6] + changes[1])
 
 

@@ -85,31 +85,37 @@ def predict_new_contexts(
     fitted: np.ndarray,
     tested: np.ndarray,
     perturbation: np.ndarray,
+    dose: np.ndarray,
     controls: np.ndarray,
 ) -> ChangesByMethod:
     """Predict changes in contexts, such as donors, that no fitted unit has.
 
-    `perturbation`, `(U,)`, names each unit's perturbation; `controls`, `(U, G)`, are the mean
-    controls of each unit. A perturbation without a fitted unit gets the mean of the fitted
-    units.
+    A test unit is predicted from the fitted units of its perturbation and dose, or of all doses of
+    the perturbation if its own was not fitted. A perturbation without a fitted unit gets the mean
+    of the fitted units. `perturbation` and `dose`, `(U,)`, name those of each unit; `controls`,
+    `(U, G)`, are its mean controls.
     """
     no_change = np.zeros((len(tested), changes.shape[1]))
     mean = no_change + changes[fitted].mean(0)
     same_mean = mean.copy()
     nearest = mean.copy()
+    names = np.stack([perturbation, dose])
+    number = np.unique(names, axis=1, return_inverse=True)[1].ravel()
+    # (U, perturbations and doses of fitted units)
+    one_hot = (number[:, None] == np.unique(number[fitted])).astype(float)
+    queries = np.zeros((len(tested), one_hot.shape[1]))
     for row, unit in enumerate(tested):
         same = fitted[perturbation[fitted] == perturbation[unit]]
+        same = _prefer(same, dose[same] == dose[unit])
         if len(same):
             same_mean[row] = changes[same].mean(0)
             distances = np.abs(controls[same] - controls[unit]).mean(1)
             nearest[row] = changes[same[distances.argmin()]]
-    # (U, perturbations of fitted units)
-    names = np.unique(perturbation[fitted])
-    one_hot = (perturbation[:, None] == names).astype(float)
+            queries[row] = one_hot[same].mean(0)
     linear = mean
     if len(fitted) > 1:
         ridge = RidgeCV(ALPHAS).fit(one_hot[fitted], changes[fitted])
-        linear = ridge.predict(one_hot[tested])
+        linear = ridge.predict(queries)
     return {
         NO_CHANGE: no_change,
         MEAN: mean,
@@ -119,20 +125,26 @@ def predict_new_contexts(
     }
 
 
+def _prefer(units: np.ndarray, is_preferred: np.ndarray) -> np.ndarray:
+    """The preferred ones of `units`, or all if none is."""
+    return units[is_preferred] if is_preferred.any() else units
+
+
 def sum_changes_of_parts(
     changes: np.ndarray,
     fitted: np.ndarray,
     tested: np.ndarray,
     perturbation: np.ndarray,
+    dose: np.ndarray,
     unit_context: np.ndarray,
     parts: Sequence[Sequence[str]],
 ) -> np.ndarray:
     """(test units, G): sum of the changes under the single parts of a combination.
 
-    The change under a part is the mean over its fitted units of the same context, or of all
-    contexts if this one has none. A part without fitted units adds nothing. A test unit without
-    any such part has NaN. `perturbation` and `unit_context`, `(U,)`, name each unit's perturbation
-    and context, `parts` its parts.
+    The change under a part is the mean over its fitted units of the same dose, or of all doses if
+    that one has none; of these, over the units of the same context, or of all contexts. A part
+    without fitted units adds nothing. A test unit without any such part has NaN. `perturbation`,
+    `dose` and `unit_context`, `(U,)`, name those of each unit, `parts` its parts.
     """
     sums = np.full((len(tested), changes.shape[1]), np.nan)
     for row, unit in enumerate(tested):
@@ -141,8 +153,8 @@ def sum_changes_of_parts(
             single = fitted[perturbation[fitted] == part]
             if not len(single):
                 continue
-            in_context = single[unit_context[single] == unit_context[unit]]
-            units = in_context if len(in_context) else single
+            units = _prefer(single, dose[single] == dose[unit])
+            units = _prefer(units, unit_context[units] == unit_context[unit])
             part_changes.append(changes[units].mean(0))
         if part_changes:
             sums[row] = np.sum(part_changes, axis=0)

@@ -95,7 +95,7 @@ class ChangePredictor:
                     units.unit_of_cell, units.n_units, self.start_means
                 )
                 predicted |= predict_new_contexts(
-                    changes, fitted, tested, units.perturbation, controls
+                    changes, fitted, tested, units.perturbation, units.dose, controls
                 )
             if self.responses is not None:
                 predicted[RESPONSE] = self.responses[tested]
@@ -116,7 +116,13 @@ class ChangePredictor:
                 predicted[CONTEXT_MEAN] = is_same @ changes[fold.fitted] / n_same
         if max(len(parts[unit]) for unit in fold.tested) > 1:
             sums = sum_changes_of_parts(
-                changes, fold.fitted, fold.tested, units.perturbation, units.unit_context, parts
+                changes,
+                fold.fitted,
+                fold.tested,
+                units.perturbation,
+                units.dose,
+                units.unit_context,
+                parts,
             )
             if np.isfinite(sums).all():
                 predicted[ADDITIVE] = sums
