@@ -214,7 +214,20 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
             for key, value in figures_of_part.items():
                 assert figures[f"{name}.{key}"] == value
             assert set(verdicts_of_part) <= set(verdicts)
-    assert len(verdicts) == 2
+    assert [verdict.compared for verdict in verdicts] == ["prediction of the hidden expression"]
+
+
+def test_values_of_a_view_have_only_their_error() -> None:
+    model = _model(objective="sum", parts=PARTS).eval()
+    # one gene with 6 of the cell's 12 counts, of which the view shows 3, and another with 3 of 5
+    whole = np.log1p(1e4 * 6 / 12)
+    in_view = np.log1p(1e4 * 3 / 5)
+    statistics = GeneStatistics(np.array([4]), np.array([whole]), whole, 4)
+    part = model.objective.parts["masked_value"]
+    observed = (np.zeros(1, np.int64), np.array([in_view]), np.array([in_view - 0.1]))
+    metrics, verdicts = part.judge(*observed, train=statistics)
+    assert metrics == {"n_targets": 1, "mse": pytest.approx(0.01)}
+    assert verdicts == []
 
 
 @pytest.mark.parametrize(
