@@ -25,8 +25,8 @@ from cellmill.planner.measure.size import measure_size
 from cellmill.planner.memory import (
     AUTOCAST_BYTES,
     Memory,
+    estimate_host_bytes_per_process,
     estimate_model_memory,
-    estimate_pinned_per_process,
     estimate_rank_memory,
 )
 from cellmill.planner.planned_model import PlannedModel
@@ -248,10 +248,10 @@ def test_offloaded_parts_are_only_in_host_memory(pp: int) -> None:
     assert (moments.optimizer, full.optimizer, full.parameters) == (0, 0, 0)
     assert moments.total == plain.total - plain.optimizer
     assert full.total < moments.total - plain.parameters
-    assert estimate_pinned_per_process(
+    assert estimate_host_bytes_per_process(
         _model(4, cpu_offload="optimizer", **strategy)
     ).offload == pytest.approx(2 * plain.optimizer, abs=16)
-    assert estimate_pinned_per_process(_model(4, **strategy)).offload == 0
+    assert estimate_host_bytes_per_process(_model(4, **strategy)).offload == 0
 
 
 def test_offload_of_the_optimizer_pins_no_frozen_weights() -> None:
@@ -260,7 +260,7 @@ def test_offload_of_the_optimizer_pins_no_frozen_weights() -> None:
     trained = replace(model, size=size).sum_rank_totals(0).trained
     assert trained < size.parameters / 2
     # weights, gradients and two moments
-    assert estimate_pinned_per_process(replace(model, size=size)).offload == 4 * 4 * trained
+    assert estimate_host_bytes_per_process(replace(model, size=size)).offload == 4 * 4 * trained
 
 
 def test_a_partly_frozen_model_is_planned_by_blocks_that_train() -> None:
@@ -281,8 +281,8 @@ def test_a_model_without_blocks_is_measured() -> None:
 
 
 def test_a_checkpoint_needs_twelve_bytes_per_parameter() -> None:
-    sharded = estimate_pinned_per_process(_model(4, sharding_strategy="FULL_SHARD")).staging
-    assert (estimate_pinned_per_process(_model(1)).staging, sharded) == (
+    sharded = estimate_host_bytes_per_process(_model(4, sharding_strategy="FULL_SHARD")).staging
+    assert (estimate_host_bytes_per_process(_model(1)).staging, sharded) == (
         12 * SIZE.parameters,
         pytest.approx(3 * SIZE.parameters, abs=4),
     )
@@ -302,7 +302,7 @@ def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) ->
     pinned, staged = (
         after - before
         for after, before in zip(
-            estimate_pinned_per_process(model), estimate_pinned_per_process(without)
+            estimate_host_bytes_per_process(model), estimate_host_bytes_per_process(without)
         )
     )
     assert (pinned, staged) == (pytest.approx(host, abs=16), pytest.approx(share, abs=4))

@@ -847,11 +847,11 @@ def test_pinned_host_memory_must_fit_into_the_job(
     words = "--device h100 --cells 5000 --nproc-per-node 4"
     out = tmp_path / "plan.json"
     printed(f"{words} --mem-mb 0 --out {out}")
-    pinned = 4 * json.loads(out.read_text())["memory"]["staging_bytes"]
-    printed(f"{words} --mem-mb {pinned // 2**20 + 1}")
-    per_gpu = pinned // 2**20 // 2
+    needed = 4 * json.loads(out.read_text())["memory"]["staging_bytes"]
+    printed(f"{words} --mem-mb {needed // 2**20 + 1}")
+    per_gpu = needed // 2**20 // 2
     for given, requested in (
-        (f"mem-mb {pinned // 2**20}", f"mem_mb is {pinned // 2**20}"),
+        (f"mem-mb {needed // 2**20}", f"mem_mb is {needed // 2**20}"),
         (
             f"mem-mb-per-gpu {per_gpu} --gpus-per-node h100:2",
             f"mem_mb_per_gpu is {per_gpu}, {format_bytes(2 * per_gpu << 20)} per node",
@@ -862,7 +862,7 @@ def test_pinned_host_memory_must_fit_into_the_job(
         ),
     ):
         assert printed(f"{words} --{given}", code=2)[1] == (
-            f"cellmill plan: a node's processes pin {format_bytes(pinned)} of host memory for checkpoints and "
+            f"cellmill plan: a node's processes need {format_bytes(needed)} of host memory for checkpoints and "
             f"cpu_offload, but {requested}; raise it (0 is all of a node), or shard over more "
             "nodes (FULL_SHARD)\n"
         )
@@ -884,10 +884,10 @@ def test_fewer_nodes_that_pin_too_much_have_no_time(
     sharded = {"sharding_strategy": "FULL_SHARD"}
     out = tmp_path / "plan.json"
     printed(f"{words} --out {out}", parallel=sharded)
-    pinned = 2 * json.loads(out.read_text())["memory"]["staging_bytes"]
-    mem_mb = pinned // 2**20 + 1
+    needed = 2 * json.loads(out.read_text())["memory"]["staging_bytes"]
+    mem_mb = needed // 2**20 + 1
     table = printed(f"{words} --mem-mb {mem_mb}", parallel=sharded)[0].partition("efficiency\n")[2]
-    refused = f"pins {format_bytes(2 * pinned)} of {format_bytes(mem_mb << 20)} host memory"
+    refused = f"needs {format_bytes(2 * needed)} of {format_bytes(mem_mb << 20)} host memory"
     one, two, four = table.splitlines()[:3]
     assert (one, two) == (f"   1 x 1 = 1  {refused}", f"   1 x 2 = 2  {refused}")
     assert four.startswith("   2 x 2 = 4 ")

@@ -317,22 +317,22 @@ class _RankMemory:
         return [-(-self.in_flight // 2), self.in_flight // 2]
 
 
-class PinnedBytes(NamedTuple):
-    """Pinned host memory of one process."""
+class HostBytes(NamedTuple):
+    """Host memory of one process that works on a GPU."""
 
     offload: int  # for parallel.cpu_offload
     staging: int  # for a copy of the checkpoint
 
 
-def estimate_pinned_per_process(model: PlannedModel) -> PinnedBytes:
-    """Estimate the pinned host memory of one process, by use.
+def estimate_host_bytes_per_process(model: PlannedModel) -> HostBytes:
+    """Estimate the host memory of one process that works on a GPU, by use.
 
     Offload keeps gradients and optimizer state on the host. With `optimizer` it also keeps the trained
     weights there, with `full` all weights and the average. A checkpoint is copied to the host first:
     its weights, optimizer state and average.
     """
     if not model.pins_memory:
-        return PinnedBytes(offload=0, staging=0)
+        return HostBytes(offload=0, staging=0)
     offload = model.parallel.cpu_offload
     offloaded = 0  # elements of the pipeline rank with the most
     staged = 0
@@ -346,20 +346,20 @@ def estimate_pinned_per_process(model: PlannedModel) -> PinnedBytes:
             offloaded = max(offloaded, checkpoint + totals.trained)  # and gradients
         elif offload == "optimizer":  # trained weights, their gradients, optimizer state
             offloaded = max(offloaded, (2 + model.optimizer_states) * totals.trained)
-    return PinnedBytes(
+    return HostBytes(
         offload=FLOAT32_BYTES * model.count_shard(offloaded),
         staging=FLOAT32_BYTES * model.count_shard(staged),
     )
 
 
-def estimate_pinned_per_node(model: PlannedModel) -> int:
-    """Estimate the bytes of pinned host memory of all processes of a node."""
-    return model.nproc_per_node * sum(estimate_pinned_per_process(model))
+def estimate_host_bytes_per_node(model: PlannedModel) -> int:
+    """Estimate this host memory of all processes of a node."""
+    return model.nproc_per_node * sum(estimate_host_bytes_per_process(model))
 
 
 def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
     """True if a node's processes pin more host memory than their job requests, if that is known."""
-    return 0 < hardware.requested_host_bytes < estimate_pinned_per_node(model)
+    return 0 < hardware.requested_host_bytes < estimate_host_bytes_per_node(model)
 
 
 def find_overflow(

@@ -16,7 +16,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import estimate_memory, estimate_pinned_per_node
+from cellmill.planner.memory import estimate_host_bytes_per_node, estimate_memory
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.remedies import REQUEST_MORE, find_remedy
@@ -27,9 +27,14 @@ TIMEOUT_S = 120  # seconds that advice may take
 # so a fifth is left for what plans leave out, such as fragmentation.
 REMEDY_FRAC = 0.8
 HOST_OUT_OF_MEMORY = re.compile(
-    # torch on a CPU; a failure to pin host memory, since torch's own allocations of device memory raise
-    # OutOfMemoryError
-    r"can't allocate memory|not enough memory|Cannot allocate memory|(CUDA|HIP) error: out of memory",
+    # torch on a CPU
+    r"can't allocate memory|not enough memory|Cannot allocate memory",
+    re.IGNORECASE,
+)
+EITHER_OUT_OF_MEMORY = re.compile(
+    # the driver's error for host memory that cannot be pinned, and for a GPU that another program fills;
+    # torch's own allocations of device memory raise OutOfMemoryError
+    r"(CUDA|HIP) error: out of memory",
     re.IGNORECASE,
 )
 DEVICE_OUT_OF_MEMORY = re.compile(
@@ -39,8 +44,11 @@ DEVICE_OUT_OF_MEMORY = re.compile(
 )
 
 
-def find_exhausted_memory(error: BaseException) -> Literal["device", "host"] | None:
-    """Find the memory that a process ran out of; None if `error` is another one."""
+def find_exhausted_memory(error: BaseException) -> Literal["device", "host", "either"] | None:
+    """Find the memory that a process ran out of; None if `error` is another one.
+
+    "either" is mostly the host's: the driver gives one error for both.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
     if isinstance(error, OSError):
@@ -48,6 +56,8 @@ def find_exhausted_memory(error: BaseException) -> Literal["device", "host"] | N
     text = str(error) if isinstance(error, RuntimeError) else ""
     if isinstance(error, MemoryError) or HOST_OUT_OF_MEMORY.search(text):
         return "host"
+    if EITHER_OUT_OF_MEMORY.search(text):
+        return "either"
     return "device" if DEVICE_OUT_OF_MEMORY.search(text) else None
 
 
@@ -78,7 +88,7 @@ def advise(
 ) -> str:
     """State the planned memory of a process, and the first change with which it needs a fifth less.
 
-    If `memory` is "host", state the pinned memory of a node instead, and ask for more.
+    If `memory` is "host", state the host memory of a node instead, and ask for more.
 
     The plan counts every training cell of the shards once: `stream.train_frac` and
     `stream.weight_by` are not applied, so "the plan was" may differ from plan.json.
@@ -104,9 +114,9 @@ def advise(
         usable_bytes=0,
     )
     if memory == "host":
-        pinned = estimate_pinned_per_node(PlannedModel.measure(options, corpus, hardware))
+        needed = estimate_host_bytes_per_node(PlannedModel.measure(options, corpus, hardware))
         return (
-            f"the plan was to pin {format_bytes(pinned)} of host memory per node: {REQUEST_MORE}, "
+            f"the plan was to hold {format_bytes(needed)} in host memory per node: {REQUEST_MORE}, "
             "or shard over more nodes (FULL_SHARD)"
         )
     planned = estimate_memory(options, corpus, hardware)

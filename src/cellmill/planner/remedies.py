@@ -69,7 +69,7 @@ def find_max_fitting_token_budget(
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit.
 
-    If the run itself pins more host memory than its job requests, the request is to be raised too.
+    If the run itself needs more host memory than its job requests, the request is to be raised too.
     """
     raise_request = []
     if exceeds_host_memory(PlannedModel.measure(options, corpus, hardware), hardware):

@@ -40,7 +40,7 @@ ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 # hours in the same bin of this relative width count as equal, since plans are less exact
 HOURS_BIN_FRAC = 0.02
 # reason of refusal
-TOO_MUCH_PINNED = "processes pin more host memory for checkpoints and cpu_offload than the profile requests for a node"
+TOO_MUCH_HOST_MEMORY = "processes need more host memory for checkpoints and cpu_offload than the profile requests for a node"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def suggest_layouts(
         elif overflow == "device":
             bytes_of_too_large.append(estimate_memory(adapted, corpus, hardware).total)
         else:
-            refused[TOO_MUCH_PINNED] += 1
+            refused[TOO_MUCH_HOST_MEMORY] += 1
     return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)
 
 

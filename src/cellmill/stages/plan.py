@@ -25,7 +25,7 @@ from cellmill.planner.cost import estimate_cost
 from cellmill.planner.devices import check_precision, find_device
 from cellmill.planner.hardware import find_hardware
 from cellmill.planner.measure.cpu_speed import measure_cpu
-from cellmill.planner.memory import estimate_pinned_per_node, find_overflow
+from cellmill.planner.memory import estimate_host_bytes_per_node, find_overflow
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.output.plan_file import RunPlan, format_line, format_plan
 from cellmill.planner.output.scaling import format_scaling
@@ -219,12 +219,12 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
 
 def _explain_host_memory(model: PlannedModel, machine: Machine) -> ConfigError:
     """Make the error for a node whose processes pin more host memory than its job requests."""
-    pinned = format_bytes(estimate_pinned_per_node(model))
+    needed = format_bytes(estimate_host_bytes_per_node(model))
     requested = f"{machine.memory_key} is {machine.memory_mb}"
     if machine.memory_key != "mem_mb":
         requested += f", {format_bytes(machine.node_memory_bytes)} per node"
     return ConfigError(
-        f"a node's processes pin {pinned} of host memory for checkpoints and cpu_offload, but {requested}; "
+        f"a node's processes need {needed} of host memory for checkpoints and cpu_offload, but {requested}; "
         "raise it (0 is all of a node), or shard over more nodes (FULL_SHARD)"
     )
 

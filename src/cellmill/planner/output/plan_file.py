@@ -9,7 +9,7 @@ from cellmill.config.run import AUTO_EPOCHS, Train
 from cellmill.planner.cost import RunCost, RunTime
 from cellmill.planner.devices import describe_assumption
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.memory import estimate_pinned_per_process
+from cellmill.planner.memory import estimate_host_bytes_per_process
 from cellmill.planner.output.format import describe_layout, format_bytes, format_hours
 from cellmill.planner.remedies import MAX_TRIED_BUDGET
 from cellmill.planner.schedules import estimate_idle_frac
@@ -55,7 +55,7 @@ class RunPlan:
         counts = cost.counts
         time = cost.time
         hardware = self.hardware
-        pinned = estimate_pinned_per_process(cost.model)
+        needed = estimate_host_bytes_per_process(cost.model)
         return {
             "parameters": cost.whole_size.parameters,
             "memory": {
@@ -63,8 +63,8 @@ class RunPlan:
                 "total_bytes": cost.memory.total,
                 "usable_bytes": hardware.usable_bytes,  # `plan.memory_frac` of device_bytes
                 "device_bytes": hardware.device_bytes,
-                "offload_bytes": pinned.offload,  # pinned host memory for parallel.cpu_offload
-                "staging_bytes": pinned.staging,  # pinned host memory for a copy of the checkpoint
+                "offload_bytes": needed.offload,  # host memory for parallel.cpu_offload
+                "staging_bytes": needed.staging,  # host memory for a copy of the checkpoint
             },
             "communication": {
                 "link_bytes": asdict(sum_link_bytes(cost.traffic)),
@@ -192,13 +192,13 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
         f"{hardware.world_size} x {hardware.device_name}, {layout}, {parallel.precision}",
     )
     text = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_by_size())
-    pinned = estimate_pinned_per_process(plan.cost.model)
+    needed = estimate_host_bytes_per_process(plan.cost.model)
     for name, n_bytes in (
-        ("parallel.cpu_offload", pinned.offload),
-        ("checkpoints", pinned.staging),
+        ("parallel.cpu_offload", needed.offload),
+        ("checkpoints", needed.staging),
     ):
         if n_bytes:
-            text += f"; {format_bytes(n_bytes)} of pinned host memory for {name}"
+            text += f"; {format_bytes(n_bytes)} of host memory for {name}"
     yield (
         "memory",
         f"{format_bytes(plan.cost.memory.total)} of {format_bytes(hardware.usable_bytes)} per process: {text}",

@@ -7,7 +7,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import find_hardware
-from cellmill.planner.memory import estimate_pinned_per_node, find_overflow
+from cellmill.planner.memory import estimate_host_bytes_per_node, find_overflow
 from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.step_counts import CorpusSize
 
@@ -81,8 +81,8 @@ def _estimate_on_machine(
         usable = format_bytes(hardware.usable_bytes)
         raise ConfigError(f"needs {format_bytes(cost.memory.total)} of {usable} per process")
     if overflow == "host":
-        pinned = format_bytes(estimate_pinned_per_node(cost.model))
+        needed = format_bytes(estimate_host_bytes_per_node(cost.model))
         raise ConfigError(
-            f"pins {pinned} of {format_bytes(hardware.requested_host_bytes)} host memory"
+            f"needs {needed} of {format_bytes(hardware.requested_host_bytes)} host memory"
         )
     return cost
