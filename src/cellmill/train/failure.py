@@ -120,15 +120,16 @@ def _out_of_memory_line(error: BaseException, memory: str, folder: Path) -> str:
     world = int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda"
+    planned_memory = "device" if memory == "device" else "host"
     # a plan counts the host memory of processes on CPUs as the device's
     if not torch.cuda.is_available():
         device = "cpu"
-        memory = "device"
-    general = REQUEST_MORE if memory == "host" else LOWER_MEMORY
-    advice = ask_for_advice(folder / "run.json", world, local_world, device, memory) or general
+        planned_memory = "device"
+    general = REQUEST_MORE if planned_memory == "host" else LOWER_MEMORY
+    run_json = folder / "run.json"
+    advice = ask_for_advice(run_json, world, local_world, device, planned_memory) or general
     reason = _one_line(error)[:120].rstrip(".") or type(error).__name__
-    if memory == "host" and "error: out of memory" in reason:
-        # the driver gives one error for both
+    if memory == "either":
         advice += "; or another program fills the GPU: nvidia-smi or rocm-smi lists it"
     return f"{_who()}: out of memory ({reason}); {advice}"
 
