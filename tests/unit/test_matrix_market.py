@@ -203,6 +203,13 @@ def proseg(folder: Path) -> None:
     )
 
 
+def features_metadata(folder: Path) -> None:
+    """A word of genes and one of cells: the rows decide."""
+    write_mtx(folder / "counts.mtx")
+    write_names(folder / "features_v2_metadata.tsv", GENES, SYMBOLS)
+    write_names(folder / "barcodes_v2_metadata.tsv", CELLS)
+
+
 def htseq(folder: Path) -> None:
     """Of several .bam files with --counts-output-sparse."""
     write_mtx(folder / "counts.mtx", by_cell=True, field="real")
@@ -241,6 +248,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "Drop-seq": (drop_seq, "sparse.mtx"),
     "Drop-seq of DropViz": (drop_seq, "raw.dge.txt.gz"),
     "proseg": (proseg, ""),
+    "features_metadata": (features_metadata, ""),
     "HTSeq": (htseq, "counts.mtx"),
     "metadata of cells": (cells_metadata, ""),
     "metadata of the cells of genes.mtx": (metadata_of_genes_mtx, ""),

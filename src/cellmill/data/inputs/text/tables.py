@@ -91,13 +91,18 @@ class TextTable:
     def role(self) -> str | None:
         """GENES or CELLS by the file's name, else by its first rows; None if neither says."""
         words = name_words(self.path)
-        for before, word in reversed(list(pairwise(["", *words]))):
-            if word in _VAGUE_WORDS and before in _WORDS[GENES]:
-                break  # gene-metadata has genes, and so may have the cells of genes.mtx
-            for role, words_of_role in _WORDS.items():
-                if word in words_of_role:
-                    return role
-        return self.content()
+        named_roles: list[str | None] = []
+        for before, word in pairwise(["", *words]):
+            if word in _WORDS[GENES]:
+                named_roles.append(GENES)
+            # gene-metadata has genes, and so may have the cells of genes.mtx
+            elif word in _VAGUE_WORDS and before in _WORDS[GENES]:
+                named_roles.append(None)
+            elif word in _WORDS[CELLS]:
+                named_roles.append(CELLS)
+        if len(set(named_roles)) == 1:
+            return named_roles[0]
+        return self.content() or (named_roles[-1] if named_roles else None)
 
     def content(self) -> str | None:
         """GENES or CELLS by Ensembl ids and barcodes in the first rows."""
