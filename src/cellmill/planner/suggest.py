@@ -40,7 +40,10 @@ ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
 # hours in the same bin of this relative width count as equal, since plans are less exact
 HOURS_BIN_FRAC = 0.02
 # reason of refusal
-TOO_MUCH_HOST_MEMORY = "processes need more host memory for checkpoints and cpu_offload than the profile requests for a node"
+TOO_MUCH_HOST_MEMORY = (
+    "processes need more host memory for checkpoints and cpu_offload than "
+    "the profile requests for a node"
+)
 
 
 @dataclass(frozen=True)
