@@ -382,6 +382,7 @@ def open_stream(
         tokens,
         MicroBatchRule(batch * max_tokens),
         data_rank=DataRank(rank, world),
+        in_rank_order=False,  # as for family encoder
     )
 
 

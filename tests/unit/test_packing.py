@@ -307,7 +307,8 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Manifest]:
 
 
 def batches_of(manifest: Manifest, **tokens: object) -> list[Batch]:
-    stream = stream_of(manifest, tokens=Tokens.model_validate(tokens), token_budget=120)
+    parsed = Tokens.model_validate(tokens)
+    stream = stream_of(manifest, tokens=parsed, token_budget=120, in_rank_order=False)
     steps = list(islice(stream, stream.steps_per_epoch))
     stream.close()
     return list(chain.from_iterable(steps))

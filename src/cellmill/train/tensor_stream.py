@@ -38,7 +38,8 @@ class TensorStream:
     `train` is shuffled and has no end; `val` and `test` are read in a fixed order, from the start.
     `tokens` and `stream` are the sections of the configuration with these names. `columns` are obs
     columns whose level codes a batch has, with the names of the levels in `levels`;
-    `number_columns` are obs columns whose numbers it has. Shards that no training has hashed are
+    `number_columns` are obs columns whose numbers it has. The genes of a cell are in rank order; with
+    `rank_order=False` they may be in any order where `tokens` do not need one. Shards that no training has hashed are
     hashed first. Raises ConfigError, or DataError for shards that are damaged or have no such cells
     or columns.
     """
@@ -57,6 +58,7 @@ class TensorStream:
         columns: Sequence[str] = (),
         number_columns: Sequence[str] = (),
         counts: bool = False,
+        rank_order: bool = True,
     ) -> None:
         parsed = check_options(Tokens, dict(tokens), "tokens")
         order = check_options(Stream, dict(stream), "stream")
@@ -110,6 +112,7 @@ class TensorStream:
                 level_columns=dict.fromkeys(columns, "columns"),
                 number_columns=dict.fromkeys(number_columns, "number_columns"),
             ),
+            in_rank_order=rank_order,
         )
         self._is_endless = split == "train"
         self.n_genes = opened.n_genes

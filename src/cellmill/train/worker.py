@@ -244,6 +244,7 @@ def build_streams(
         micro_batch_rule,
         fields=fields,
         data_rank=data_rank,
+        in_rank_order=options.model.reads_token_order,
     )
     if manifest.splits["val"].n_obs == 0:
         return train, None, None
@@ -259,6 +260,7 @@ def build_streams(
         micro_batch_rule,
         fields=fields,
         data_rank=data_rank,
+        in_rank_order=options.model.reads_token_order,
     )
     return train, val, batches
 

@@ -52,6 +52,7 @@ class EncoderConfig(GeneVectorsConfig, TransformerConfig):
 
     implementation = "cellmill.models.families.encoder:EncoderModel"
     value_kinds = ("class", "scalar", "place")
+    reads_token_order = False
     objectives: ClassVar[tuple[str, ...]] = (
         "cell_decoding",
         "denoise",
@@ -113,6 +114,7 @@ class ScgptConfig(PostNormConfig):
 
     implementation = "cellmill.models.families.post_norm:ScgptModel"
     value_kinds = ("class",)
+    reads_token_order = False
     objectives = (*PostNormConfig.objectives, "masked_value", "perturbation_response")
     family: Literal["scgpt"] = "scgpt"
     cls_value: float = 0.0
@@ -126,6 +128,7 @@ class ProfileConfig(GeneVectorsConfig, ResidualConfig):
 
     implementation = "cellmill.models.families.encoder:ProfileModel"
     value_kinds = ("scalar",)
+    reads_token_order = False
     objectives = (
         "cell_decoding",
         "denoise",

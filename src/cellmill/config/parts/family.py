@@ -68,6 +68,9 @@ class FamilyConfig(Plugin):
     token_keys: ClassVar[tuple[str, ...]] = ()  # likewise of section tokens, besides the tokenizer
     # kinds of token values (`Tokens.value_kind`) that the family can embed
     value_kinds: ClassVar[tuple[str, ...]] = ()
+    # whether its output depends on the order of a cell's tokens. If so, tokens are in rank order;
+    # if not, reading shards with `order: genes` skips most sorts
+    reads_token_order: ClassVar[bool] = True
     # whether the rows that pass from block to block are tokens
     sequence_parallel: ClassVar[bool] = True
     # whether its blocks have methods that `parallel.compile` can compile

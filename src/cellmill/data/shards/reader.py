@@ -8,6 +8,7 @@ import numpy as np
 from cellmill.data.inputs.h5 import UNREADABLE, one_line, open_h5, read_texts
 from cellmill.data.packing.cell_file import ByteRange, OpenFiles, PackedCellFile
 from cellmill.data.packing.cells import CellKind
+from cellmill.data.rank_order import RankOrder, inverse_medians
 from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import open_index
 from cellmill.data.shards.local_copies import LocalCopies
@@ -74,6 +75,18 @@ def name_cells(shards: list[PackedCellFile], cell_ids: np.ndarray) -> list[str]:
 def read_medians(path: Path) -> np.ndarray:
     """Read the corpus median of each gene from a shard, `(genes,)` float32."""
     return _read_column(path, "var", "median").astype(np.float32)
+
+
+def read_rank_order(
+    manifest: Manifest, path: Path, max_unsorted_genes: int = 0
+) -> RankOrder | None:
+    """Return what sorts the genes of cells into rank order; None if shards store them in it.
+
+    `path` is any of the shards. Cells of at most `max_unsorted_genes` genes stay as they are.
+    """
+    if manifest.gene_order == "rank":
+        return None
+    return RankOrder(inverse_medians(read_medians(path)), max_unsorted_genes)
 
 
 def _read_column(path: Path, axis: Literal["obs", "var"], column: str | None) -> np.ndarray:

@@ -8,7 +8,7 @@ epoch, gene and the cell's counts, so they are the same in every layout and file
 A cell that `weight_by` reads several times in an epoch has the same draws each time.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -113,6 +113,7 @@ class BatchTokenizer:
             tokenizer_options = options.model_copy(update={"max_tokens": _NO_LIMIT})
         self._tokenizer: Tokenizer = options.load()(tokenizer_options)
         self.dtype = self._tokenizer.dtype
+        self.max_detected_tokens = _max_detected(options)
 
     def max_genes_to_unpack(self, with_counts: bool) -> int | None:
         """Return how many genes of each cell `make_batch` needs, if it needs no counts.
@@ -122,14 +123,14 @@ class BatchTokenizer:
         needs_counts = with_counts or self._chooses_genes or self._tokenizer.needs_counts
         return None if needs_counts else self._options.max_tokens
 
-    def max_unsorted_genes(self) -> int | None:
-        """Return the number of genes above which those of a cell must be in rank order.
+    def cells_in_rank_order(self) -> Literal["all", "truncated", "none"]:
+        """Say which cells `make_batch` needs with their genes in rank order.
 
-        0: in every cell. None: in no cell.
+        truncated: those of more than `max_detected_tokens` genes.
         """
         if self._options.value_kind == "place":
-            return 0
-        return _max_detected(self._options) if self._options.truncation == "top" else None
+            return "all"
+        return "truncated" if self._options.truncation == "top" else "none"
 
     def count_tokens(self, genes_per_cell: np.ndarray) -> np.ndarray:
         """Count the tokens of cells with `genes_per_cell` genes, `(cells,)` int64."""

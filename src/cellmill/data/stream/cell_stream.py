@@ -121,7 +121,9 @@ class CellStream:
 
     `OrderOptions.is_training` says which cells are read, in which order, and whether the stream ends.
     `token_options` is section `tokens`. `micro_batch_rule` says how the cells of a step are cut, and
-    `fields` what a batch has in addition to tokens.
+    `fields` what a batch has in addition to tokens. With `in_rank_order` the tokens of every cell are
+    in rank order; otherwise only where `Tokenizer.tokenize` needs it, which is faster if shards have
+    `order: genes`.
 
     Attributes: `n_cells`, the cells of an epoch; `steps_per_epoch`; `levels`, the levels of the obs
     columns of `fields`; `fingerprint`, a digest of the shards and of the obs columns that batches and
@@ -146,6 +148,7 @@ class CellStream:
         *,
         fields: BatchFields = _TOKENS_ONLY,
         data_rank: DataRank = ONLY_RANK,
+        in_rank_order: bool = True,
     ):
         manifest_path = source.manifest_path
         split = source.split
@@ -177,7 +180,9 @@ class CellStream:
         tokenizer = BatchTokenizer(
             token_options, manifest.n_genes, draws_seed, manifest.variability
         )
-        unpacker = CellUnpacker(manifest, self._shards, tokenizer, fields.with_counts)
+        unpacker = CellUnpacker(
+            manifest, self._shards, tokenizer, fields.with_counts, in_rank_order
+        )
         self._batch_maker = BatchMaker(
             micro_batch_rule,
             data_rank.rank,

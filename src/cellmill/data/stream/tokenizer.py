@@ -33,14 +33,15 @@ class Tokenizer(Protocol):
     def tokenize(self, cells: SparseCounts) -> CellTokens:
         """Turn the genes of cells into tokens. Genes are rows of the vocabulary.
 
-        The genes of a cell are in rank order in two cases. Otherwise they may be in any order.
+        The genes of a cell are in rank order in each of these cases:
 
+        - The model reads the order of tokens (`FamilyConfig.reads_token_order`).
         - The value kind is `place`.
         - `truncation` is top, and the cell has more genes than are kept: `max_tokens`, or fewer with
           `zero_frac`.
 
-        The residues of a sequence are always in their own order. Counts are above 0. They may be None
-        unless `needs_counts`.
+        In all other cases they may be in any order. The residues of a sequence are always in their own
+        order. Counts are above 0. They may be None unless `needs_counts`.
         """
 
 

@@ -1,23 +1,24 @@
-"""Unpacking of the cells of micro-batches, with their genes in rank order where tokens depend on it."""
+"""Unpacking of the cells of micro-batches, with their genes in rank order where that matters."""
 
 import numpy as np
 
 from cellmill.data.packing.cell_file import PackedCellFile
 from cellmill.data.packing.cells import CellKind
 from cellmill.data.packing.codec import DamagedPart
-from cellmill.data.rank_order import RankOrder, inverse_medians
+from cellmill.data.rank_order import RankOrder
 from cellmill.data.rows import SparseCounts
 from cellmill.data.shards.manifest import REMEDY, Manifest
-from cellmill.data.shards.reader import name_cells, read_medians
+from cellmill.data.shards.reader import name_cells, read_rank_order
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.data.stream.windows import StreamCells
 from cellmill.errors import DataError
 
 
 class CellUnpacker:
-    """Unpacks the genes of cells, in rank order where their tokens depend on it.
+    """Unpacks the genes of cells, in rank order if `in_rank_order` or if their tokens depend on it.
 
-    Counts are unpacked if `tokenizer` reads them, if `with_counts`, or if genes must be sorted.
+    Counts are unpacked if `tokenizer` reads them, if `with_counts`, and always from shards with
+    `order: genes`.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class CellUnpacker:
         shards: list[PackedCellFile],
         tokenizer: BatchTokenizer,
         with_counts: bool,
+        in_rank_order: bool,
     ) -> None:
         self._path = manifest.path
         self._shards = shards
@@ -33,15 +35,14 @@ class CellUnpacker:
         self._kind = CellKind(manifest.gene_order, manifest.n_genes, dtype)
         # None: all genes are unpacked, and their counts
         self._max_genes: int | None = None
-        # None: genes stay in the order in which they are stored
-        self._rank_order: RankOrder | None = None
-        max_unsorted_genes = tokenizer.max_unsorted_genes()
         if manifest.gene_order == "rank":
             self._max_genes = tokenizer.max_genes_to_unpack(with_counts)
-        elif max_unsorted_genes is not None:
-            # genes are stored in the order of the vocabulary; larger cells are put in rank order
-            medians = read_medians(shards[0].path)
-            self._rank_order = RankOrder(inverse_medians(medians), max_unsorted_genes)
+        # None: genes stay in the order in which they are stored
+        self._rank_order: RankOrder | None = None
+        ranked_cells = "all" if in_rank_order else tokenizer.cells_in_rank_order()
+        if ranked_cells != "none":
+            max_unsorted_genes = 0 if ranked_cells == "all" else tokenizer.max_detected_tokens
+            self._rank_order = read_rank_order(manifest, shards[0].path, max_unsorted_genes)
 
     def unpack(self, cells: StreamCells) -> SparseCounts:
         """Unpack `cells`. Raises DataError with the name of a damaged cell."""

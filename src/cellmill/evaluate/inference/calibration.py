@@ -144,6 +144,7 @@ def calibrate_head(
         options.tokens,
         MicroBatchRule(options.train.token_budget),
         fields=BatchFields(level_columns=options.obs_columns()),
+        in_rank_order=options.model.reads_token_order,
     )
     column = [*options.obs_columns()].index(objective.config.label_column)
     vectors = []
