@@ -341,11 +341,40 @@ def test_a_temperature_that_raises_the_error_is_dropped() -> None:
     assert found.calibration_error == found.calibration_error_uncalibrated
 
 
-def test_labels_outside_the_block_of_the_vector_are_refused() -> None:
-    family = FamilyConfig.model_validate({"family": "bert", "embed_layer": -1})
-    objective = ObjectiveConfig.model_validate({"name": "classification", "label_column": "a"})
-    with pytest.raises(ValueError, match="classification reads the last block"):
-        family.check_with(objective, TOKENS)
+EARLIER_BLOCK = FamilyConfig.model_validate({"family": "scgpt", "embed_layer": -1})
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"name": "classification", "label_column": "a"},
+        {"name": "regression", "target_column": "a"},
+        {"name": "supervised_contrastive", "label_column": "a"},
+        {"name": "distill", "teacher": "a"},
+        {"name": "cell_decoding"},
+        {"name": "perturbation_response", "control": "a"},
+    ],
+    ids=lambda objective: objective["name"],
+)
+def test_heads_outside_the_block_of_the_vector_are_refused(objective: dict[str, str]) -> None:
+    name = objective["name"]
+    message = (
+        f"model.embed_layer: expected 0 with objective {name}, which is trained on vectors of the last block, got -1; "
+        "set it to 0"
+    )
+    config = ObjectiveConfig.model_validate(objective)
+    with refused(message, ValueError):
+        EARLIER_BLOCK.check_with(config, TOKENS)
+    parts = {"masked_value": {}, name: objective}
+    with refused(message, ValueError):
+        EARLIER_BLOCK.check_with(
+            ObjectiveConfig.model_validate({"name": "sum", "parts": parts}), TOKENS
+        )
+
+
+@pytest.mark.parametrize("name", ["masked_gene", "masked_value"])
+def test_masked_tokens_suit_any_block_of_the_vector(name: str) -> None:
+    EARLIER_BLOCK.check_with(ObjectiveConfig.model_validate({"name": name}), TOKENS)
 
 
 def test_a_model_without_labels_cannot_predict(tmp_path: Path) -> None:

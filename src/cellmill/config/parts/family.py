@@ -182,7 +182,9 @@ class PostNormConfig(TransformerConfig):
     pooling: Literal["mean", "cls"] = "mean"
     """Cell embedding: mean over its genes, without <cls> and <eos>, or the state of <cls>."""
     embed_layer: int = Field(0, le=0)
-    """Block whose output is pooled: 0 is the last, -1 the one before."""
+    """Block whose output is pooled: 0 is the last, -1 the one before. Objectives that predict from the
+    embedding require 0; masked_gene and masked_value do not.
+    """
 
     def problems(self) -> Iterator[str]:
         if self.pooling == "cls" and self.ends == "none":
@@ -191,12 +193,15 @@ class PostNormConfig(TransformerConfig):
             yield f"embed_layer: expected at least {-self.layers} with layers = {self.layers}, got {self.embed_layer}"
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
-        if self.embed_layer and any(
-            part.name == "classification" for part in objective.all_parts()
-        ):
-            raise ValueError(
-                "model.embed_layer: objective classification reads the last block; set it to 0"
-            )
+        if not self.embed_layer:
+            return
+        for part in objective.all_parts():
+            # heads read the vectors that `embed` writes; only training reads those of masked tokens
+            if part.reads_cells and not part.owns_tokens:
+                raise ValueError(
+                    f"model.embed_layer: expected 0 with objective {part.name}, which is trained on vectors of the "
+                    f"last block, got {self.embed_layer}; set it to 0"
+                )
 
     @property
     def n_ends(self) -> int:

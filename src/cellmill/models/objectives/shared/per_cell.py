@@ -1,6 +1,7 @@
 """Base of objectives with one target per cell, predicted from the cell's vector, and their head.
 
-The vectors are what `embed` writes, so `evaluate.inference.predict` runs only the head.
+The vectors are what `embed` writes, so `evaluate.inference.predict` runs only the head. Families
+refuse to train such a head with another `embed_layer` than the last.
 The loss is divided by the number of cells with a target, over all processes. Cells without a target
 and cells without a shown gene take no part. Validation has no dropout.
 
