@@ -14,8 +14,10 @@ from cellmill.config.corpus import Shard
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.shards.reader import open_shards, read_medians
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream.batch import Batch
+from cellmill.evaluate.training_shards import read_gene_statistics
 from cellmill.models.batch import to_tensors
 from cellmill.train.tensor_stream import TensorStream
 from cellmill.train.worker import build_streams
@@ -112,6 +114,35 @@ def test_other_families_give_moved_tokens_the_same_vector(family: str) -> None:
     with torch.no_grad():
         one, other = (model.embed(to_tensors(cells)) for cells in (batch, in_gene_order(batch)))
     torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+def test_both_orders_of_shards_give_the_same_statistics(
+    manifests: list[Manifest], tokens: dict[str, Any]
+) -> None:
+    parsed = Tokens.model_validate(tokens)
+    by_rank, by_genes = (read_gene_statistics(manifest, parsed, True) for manifest in manifests)
+    for name, expected in vars(by_rank).items():
+        np.testing.assert_allclose(getattr(by_genes, name), expected, rtol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("shards", [0, 1], ids=["rank", "genes"])
+@pytest.mark.parametrize("max_tokens", [1, 9, 60])
+def test_statistics_count_the_genes_of_highest_rank(
+    manifests: list[Manifest], shards: int, max_tokens: int
+) -> None:
+    manifest = manifests[shards]
+    expected = np.zeros((max_tokens.bit_length(), N_GENES), np.int64)
+    for shard in open_shards(manifest, "train"):
+        inverse = np.float32(1) / read_medians(shard.path)
+        for row in range(shard.n_obs):
+            _, genes, counts = shard.read(row, 1)
+            key = dict(zip(genes.tolist(), (counts.astype(np.float32) * inverse[genes]).tolist()))
+            ranked = sorted(key, key=lambda gene: (-key[gene], gene))
+            for position, gene in enumerate(ranked[:max_tokens]):
+                expected[(position + 1).bit_length() - 1, gene] += 1
+    statistics = read_gene_statistics(manifest, Tokens.model_validate({"max_tokens": max_tokens}))
+    np.testing.assert_array_equal(statistics.by_rank, expected)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

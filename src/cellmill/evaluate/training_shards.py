@@ -10,7 +10,7 @@ from cellmill.config.parts.tokens import SPECIAL, Tokens
 from cellmill.data.rank_order import rank_buckets
 from cellmill.data.rows import SparseCounts, row_numbers
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.shards.reader import open_shards, read_names
+from cellmill.data.shards.reader import open_shards, read_names, read_rank_order
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.models.objective import GeneStatistics
@@ -33,7 +33,7 @@ def read_gene_statistics(
     manifest: Manifest, tokens: Tokens, with_counts: bool = False
 ) -> GeneStatistics:
     """Statistics over the first blocks of the training shards, until they have MAX_TRAIN_CELLS
-    cells. Profiles are computed if `with_counts`.
+    cells. Tokens are those of training, in rank order. Profiles are computed if `with_counts`.
     """
     n_genes = manifest.n_genes
     n_cells = 0
@@ -43,7 +43,11 @@ def read_gene_statistics(
     count_profiles = np.full(n_genes, 1 / n_genes)
     log_count_profiles = count_profiles.copy()
     tokenizer = BatchTokenizer(tokens, n_genes, variability=manifest.variability)
+    first_shard = manifest.entry("train").shards[0]
+    rank_order = read_rank_order(manifest, manifest.shard_path(first_shard))
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
+        if rank_order is not None:
+            rank_order.sort(block)
         batch = tokenizer.make_batch(block, np.arange(block.n_cells), with_counts)
         genes = batch.token_ids - len(SPECIAL)
         # position of each token in its cell, by powers of two
