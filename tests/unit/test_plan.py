@@ -900,7 +900,7 @@ def test_suggested_layouts_pin_no_more_than_the_profile_requests(
     words = "--suggest --device h100 --cells 5000 --nproc-per-node 4 --mem-mb"
     every, some = (printed(f"{words} {mb}")[0] for mb in (0, 4000))
     reason = (
-        "refused: processes pin more host memory for checkpoints and cpu_offload than the profile requests for a "
+        "refused: processes need more host memory for checkpoints and cpu_offload than the profile requests for a "
         "node\n"
     )
     assert (reason in every, reason in some) == (False, True)

@@ -358,7 +358,7 @@ def estimate_host_bytes_per_node(model: PlannedModel) -> int:
 
 
 def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
-    """True if a node's processes pin more host memory than their job requests, if that is known."""
+    """True if a node's processes need more host memory than their job requests, if that is known."""
     return 0 < hardware.requested_host_bytes < estimate_host_bytes_per_node(model)
 
 

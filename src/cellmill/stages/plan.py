@@ -218,7 +218,7 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
 
 
 def _explain_host_memory(model: PlannedModel, machine: Machine) -> ConfigError:
-    """Make the error for a node whose processes pin more host memory than its job requests."""
+    """Make the error for a node whose processes need more host memory than its job requests."""
     needed = format_bytes(estimate_host_bytes_per_node(model))
     requested = f"{machine.memory_key} is {machine.memory_mb}"
     if machine.memory_key != "mem_mb":
