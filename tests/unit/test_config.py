@@ -14,6 +14,7 @@ import yaml
 from cellmill.config import OPTIONS, Workflow, check_config, check_options, load_config
 from cellmill.config.job_files import JobFiles
 from cellmill.config.load import top_level
+from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import BUILT_IN
 from cellmill.config.section import other_words
 from cellmill.errors import ConfigError
@@ -323,6 +324,79 @@ def test_a_run_takes_model_and_tokens_from_its_start(config: Config, tmp_path: P
     assert model(other, TUNED | {"init_from": str(tmp_path)}) == (32, 2, 0.1)
 
 
+THIN = {"hidden": 36, "heads": 4, "dropout": 0.1}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("source", "top", "own", "expected"),
+    [
+        ({"pooling": "attention"}, {}, {}, {"pooling": "attention"}),
+        ({"gene_vector_dim": 32}, {"dropout": 0.2}, {}, {"gene_vector_dim": 32, "dropout": 0.2}),
+        ({"hidden": 512}, {"dropout": 0.2}, {}, {"hidden": 512, "dropout": 0.2}),
+        (THIN, {"hidden": 300, "heads": 3, "dropout": 0.2}, {}, THIN),
+        (THIN, {"heads": 8, "dropout": 0.2}, {}, THIN),
+        ({"pooling": "cls"}, {"pooling": "mean"}, {}, {"pooling": "mean"}),
+        ({"pooling": "cls"}, {"dropout": 0.2}, {"pooling": "mean"}, {"pooling": "mean"}),
+        ({"size": "10M"}, {}, {"dropout": 0.2}, {"layers": 6, "dropout": 0.2}),
+        ({"family": "scgpt", "ends": "cls", "cls_value": -2}, {}, {}, {"cls_value": -2}),
+    ],
+)
+def test_keys_that_nobody_wrote_are_those_of_the_start(
+    config: Config,
+    tmp_path: Path,
+    stored: bool,
+    source: dict[str, Any],
+    top: dict[str, Any],
+    own: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    scgpt = {"tokens": {"tokenizer": "binned"}, "objective": {"name": "masked_gene"}}
+    others = scgpt if "family" in source else {"objective": {"name": "cell_decoding"}}
+    big = {"corpus": "pbmc", "model": source} | others
+    tuned = {"corpus": "pbmc", "init_from": "big", "model": own}
+    if stored:
+        sections = config(runs={"big": big}).section("train", "big")
+        (tmp_path / "config.json").write_text(json.dumps(sections))
+        tuned["init_from"] = str(tmp_path)
+    tuned["objective"] = others["objective"]
+    runs = {"demo": tuned} if stored else {"demo": tuned, "big": big}
+    model = config(model=top, runs=runs).runs["demo"].model.model_dump()
+    assert {key: model[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "expected"),
+    [
+        ({}, {}, {"max_tokens": 99, "zero_frac": 0.5, "edges": [1.0, 2.0]}),
+        ({"max_tokens": 50}, {}, {"max_tokens": 50, "zero_frac": 0.5}),
+        ({"tokenizer": "rank", "max_tokens": 50}, {}, {"max_tokens": 99, "bins": 3}),
+        ({"binning": "uniform"}, {}, {"max_tokens": 99, "edges": None}),
+        ({}, {"covariates": []}, {"covariates": [], "truncation": "random"}),
+    ],
+)
+def test_tokens_that_nobody_wrote_are_those_of_the_start(
+    config: Config, tmp_path: Path, top: dict[str, Any], own: dict[str, Any], expected: Any
+) -> None:
+    written = {
+        "tokenizer": "binned",
+        "bins": 3,
+        "binning": "quantile_corpus",
+        "edges": [1.0, 2.0],
+        "max_tokens": 99,
+        "truncation": "random",
+        "zero_frac": 0.5,
+        "covariates": ["batch"],
+    }
+    tokens = Tokens.model_validate(written).model_dump(mode="json")
+    (tmp_path / "config.json").write_text(json.dumps({"model": {}, "tokens": tokens}))
+    run = {"corpus": "pbmc", "init_from": str(tmp_path), "tokens": own}
+    run["objective"] = {"name": "masked_value"}
+    tuned = config(tokens=top, runs={"demo": run}).runs["demo"].tokens.model_dump()
+    expected = {"covariates": ["batch"]} | expected
+    assert {key: tuned[key] for key in expected} == expected
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "own", "problem"),
     [
@@ -335,6 +409,10 @@ def test_a_run_takes_model_and_tokens_from_its_start(config: Config, tmp_path: P
             "continuous",
             {"model": {"hidden": 64}},
             "model.hidden is 64, the model to start from ({}) has 128",
+        ),
+        (
+            *("rank", {"tokens": {"max_tokens": 1000}, "objective": {"name": "masked_gene"}}),
+            "tokens.max_tokens is 1000, the model to start from ({}) has 2048",
         ),
         (
             *("rank", {"tokens": {"tokenizer": "continuous"}}),

@@ -4,6 +4,7 @@ lacks; ONNX.
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
 from cellmill.models.export import (
+    check_kept,
     initial_tensors,
     load_model,
     mean_gene_row,
@@ -153,6 +155,80 @@ def test_tensors_that_the_source_lacks_keep_their_initial_values(exported: Path)
     assert "gene_bias" not in theirs
     assert torch.equal(found["gene_bias"], fresh["gene_bias"])
     assert torch.equal(found["blocks.1.qkv.weight"], theirs["blocks.1.qkv.weight"])
+
+
+@pytest.mark.parametrize(
+    ("source", "covariates", "own", "lost", "remedy"),
+    [
+        ({"pooling": "attention"}, (), (), "pool_query", "model.pooling to attention"),
+        ({"pooling": "cls"}, (), (), "cell_token", "model.pooling to cls"),
+        (
+            {"gene_vector_dim": 3, "dropout": 0.1},
+            *((), ()),
+            *("gene_vectors.project.weight", "model.gene_vector_dim to 3"),
+        ),
+        (
+            {},
+            ("kind", "donor"),
+            ("kind",),
+            "covariates.donor",
+            "tokens.covariates to ['kind', 'donor']",
+        ),
+        ({}, ("kind",), ("donor",), "covariates.kind", "tokens.covariates to ['kind']"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_that_loses_trained_tensors_is_refused(
+    tmp_path: Path,
+    source: dict[str, Any],
+    covariates: tuple[str, ...],
+    own: tuple[str, ...],
+    lost: str,
+    remedy: str,
+) -> None:
+    _vocabulary(range(30)).write(tmp_path / "genes.tsv")
+    levels = LEVELS | {"donor": ("x", "y")}
+    theirs = {name: levels[name] for name in covariates}
+    folder = export_model(
+        *(tmp_path / "source", tmp_path / "genes.tsv", {"covariates": covariates}),
+        levels=theirs,
+        **source,
+    )
+    tokens = Tokens.model_validate({"max_tokens": 32, "covariates": own})
+    ours = spec(12, tokens, {name: levels[name] for name in own}, **SMALL)
+    module = lost.split(".")[0]
+    with pytest.raises(ConfigError) as error:
+        check_kept(ours, folder)
+    n_lost = 2 if module == "gene_vectors" else 1
+    assert str(error.value) == (
+        f"init_from: this run's model has no place for {lost} of {folder} (tensors without a place: {n_lost}); set "
+        f"{remedy}, or leave it out with finetune.leave_out: [{module}]"
+    )
+    check_kept(ours, folder, train_options(finetune={"leave_out": [module]}).finetune.leave_out)
+    check_kept(
+        replace(ours, model=spec(1, **SMALL | source).model), folder, covariates and [module]
+    )
+
+
+def test_heads_of_another_objective_may_be_lost(exported: Path) -> None:
+    assert "hidden_value" in load_file(exported / "model.safetensors")
+    check_kept(spec(12, levels=LEVELS, **SMALL | CLASSIFY, dropout=0.2), exported)
+
+
+def test_tables_of_covariates_follow_their_columns(tmp_path: Path) -> None:
+    levels = {"kind": ("a", "b"), "donor": ("x", "y", "z")}
+    columns = (["kind", "donor"], ["donor", "kind"], ["donor"])
+    theirs, ours, less = (
+        spec(12, Tokens.model_validate({"covariates": names}), levels, **SMALL) for names in columns
+    )
+    source = initialized(theirs)
+    save_model(tmp_path, theirs, genes_of(12), source.state_dict())
+    found = initialized(ours, tmp_path)
+    tables = [f"covariates.tables.{index}.weight" for index in (0, 1)]
+    for name, other in zip(tables, reversed(tables)):
+        assert torch.equal(found.get_parameter(name), source.get_parameter(other))
+    alone = initialized(less, tmp_path).get_parameter(tables[0])
+    assert torch.equal(alone, source.get_parameter(tables[1]))
 
 
 @pytest.mark.parametrize(
@@ -291,14 +367,18 @@ def test_a_model_that_lacks_most_expressed_genes_is_refused(tmp_path: Path) -> N
         check_genes(train_options(), folder, tmp_path / "ours.tsv")
 
 
-def test_the_threshold_does_not_change_a_run() -> None:
+def test_what_only_refuses_does_not_change_a_run() -> None:
     stored = {
         "options": train_options().model_dump(mode="json"),
         "identity": identity(train_options(), None),
     }
     assert (
         changed_keys(
-            stored, identity(train_options(finetune={"min_known_frac": 0.5}), None), "run.json"
+            stored,
+            identity(
+                train_options(finetune={"min_known_frac": 0.5, "leave_out": ["covariates"]}), None
+            ),
+            "run.json",
         )
         == {}
     )

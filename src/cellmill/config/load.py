@@ -84,10 +84,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def with_parents(runs: Mapping[str, Tree], written: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Runs in which `init_from` supplies sections of model and tokens that do not match it.
+    """Runs in which `init_from` supplies the options of model and tokens that nobody wrote.
 
-    Keys that the run itself sets (`written`) stay. A section that suits the model stays whole: free
-    options, such as dropout, are those at the top.
+    Those at the top of the file give way, section by section, where they do not match the model.
+    Keys that the run itself sets (`written`) stay.
     """
     done: dict[str, Tree] = {}
 
@@ -109,15 +109,32 @@ def with_parents(runs: Mapping[str, Tree], written: Mapping[str, Tree]) -> dict[
 
 
 def _inherited(run: Tree, written: Tree, parent: Tree | None) -> Tree:
-    """Sections that a run takes from those of its parent."""
-    if parent is None:
+    """Sections of a run, completed by those of its parent."""
+    given = [tree[key] for tree in (run, parent or {}) for key in INHERITED if key in tree]
+    # the check of the whole reports a section that is no mapping, and stage train a damaged model
+    if parent is None or not all(isinstance(options, dict) for options in given):
         return {}
+    with suppress(ValidationError):
+        unequal_options(parent, parent)
+        return {key: _completed(key, run, written, parent) for key in INHERITED}
+    return {}
+
+
+def _completed(key: str, run: Tree, written: Tree, parent: Tree) -> Tree:
+    """Section `key` of a run, with the keys of its parent that nobody wrote.
+
+    Of a section at the top that does not match the parent, only what the run itself sets is left.
+    """
+    contract = INHERITED[key]
+    merged = contract.override(parent[key], run[key])
+    matches = True
     try:
-        unequal = unequal_options(parent, run)
-    except ValidationError:  # the check of the whole reports the error
-        return {}
-    sections = {option.partition(".")[0] for option in unequal}
-    return {key: INHERITED[key].override(parent[key], written.get(key) or {}) for key in sections}
+        matches = not unequal_options(parent, parent | {key: merged})
+    except ValidationError:
+        with suppress(ValidationError):  # an error of the run's own is reported
+            contract.model_validate(run[key])
+            matches = False
+    return merged if matches else contract.override(parent[key], written.get(key) or {})
 
 
 def stored_sections(parent: str) -> Tree | None:
@@ -155,10 +172,12 @@ def unequal_options(
     tokens = Tokens.model_validate(before["tokens"])
     new_model = FamilyConfig.model_validate(now["model"])
     new_tokens = Tokens.model_validate(now["tokens"])
-    bins = ("bins",) if tokens.values_are_bins else ()  # rows of the embedding of values
+    rows = model.table_rows(tokens)
+    new_rows = new_model.table_rows(new_tokens)
+    sized = [key for key, n_rows in rows.items() if new_rows.get(key) != n_rows]
     compared: dict[str, tuple[Section, Section, tuple[str, ...]]] = {
         "model": (model, new_model, ("family", *new_model.weight_keys)),
-        "tokens": (tokens, new_tokens, ("tokenizer", *bins, *model.token_keys)),
+        "tokens": (tokens, new_tokens, ("tokenizer", *sized)),
     }
     unequal = {}
     for section, (stored, options, keys) in compared.items():

@@ -180,8 +180,8 @@ class RunConfig(
     """Model that provides the initial weights. It is the name of a run, the path of a model folder
     with a `/`, such as ./pretrained, or hf://owner/name[@revision] on the Hugging Face hub.
     geneformer:FOLDER or scgpt:FOLDER names a folder with published files, which rule import reads.
-    If sections model and tokens at the top of the file do not fit the run or folder, its own are
-    used. evaluate knows which cells the model was trained on only if it is a run.
+    Options of model and tokens that nobody wrote are its own; so are all of a section at the top of
+    the file that does not fit it. evaluate knows which cells the model was trained on only if it is a run.
     """
     trunk: str | None = None
     """Run from whose checkpoint at trunk_step this run continues, with its weights, optimizer, data

@@ -27,6 +27,8 @@ from cellmill.models.family import Model, ParallelPlan
 from cellmill.models.objective import Objective
 from cellmill.parallel.vocab_parallel import segment_sum
 
+COVARIATES = "covariates.tables."  # beginning of the names of tables by level
+
 
 class CovariateEmbedding(nn.Module):
     """Embeddings of the levels of each column, the unknown level first."""

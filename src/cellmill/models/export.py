@@ -11,6 +11,7 @@ genes it has.
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import atomic_path, require_file, sha256_file, write_json, write_text
 from cellmill.models.build import ModelSpec, build
+from cellmill.models.cell_encoder import COVARIATES
 from cellmill.models.family import Model
 from cellmill.models.gene_vectors import TABLE
 from cellmill.models.initial import PIECE, fill_part
@@ -265,6 +267,42 @@ def initial_tensors(
         yield name, value
 
 
+def check_kept(spec: ModelSpec, folder: Path, left_out: Collection[str] = ()) -> None:
+    """Raise ConfigError if the model of `spec` has no place for a tensor of the model in `folder`.
+
+    It may lack those of another objective, and the modules and parameters in `left_out`.
+    """
+    path = folder / "config.json"
+    config = read_model_config(path)
+    spec = replace(spec, levels={**config.get("levels", {}), **spec.levels})
+    theirs = {
+        "model": check_options(FamilyConfig, config["model"], f"{path}: model"),
+        "tokens": check_options(Tokens, config["tokens"], f"{path}: tokens"),
+    }
+    lost = _parameters(replace(spec, **theirs)) - _parameters(spec)
+    names = sorted(name for name in lost if name.split(".")[0] not in left_out)
+    if not names:
+        return
+    remedy = "give this run the same model and tokens sections"
+    for section, options in theirs.items():
+        for key, value in options:
+            changed = getattr(spec, section).model_copy(update={key: value})
+            if names[0] in _parameters(replace(spec, **{section: changed})):
+                remedy = f"set {section}.{key} to {value}"
+    raise ConfigError(
+        f"init_from: this run's model has no place for {names[0]} of {folder} (tensors without a place: {len(names)}); "
+        f"{remedy}, or leave it out with finetune.leave_out: [{names[0].split('.')[0]}]"
+    )
+
+
+def _parameters(spec: ModelSpec) -> set[str]:
+    """Return the names of all parameters; tables of covariates are named by their columns."""
+    model = build(spec)
+    names = {name for name, _ in model.named_parameters()}
+    tables = {name for name in names if name.startswith(COVARIATES)}
+    return names - tables | {f"covariates.{model.level_rows[name]}" for name in tables}
+
+
 def mean_gene_row(weights: Path, name: str) -> Tensor:
     """Return the mean row over genes of a tensor, float32, read a piece at a time."""
     file = WeightsFile(weights)
@@ -290,13 +328,21 @@ class _Source:
         """The source's row of each of the model's tokens, -1 for none."""
         config = read_model_config(folder / "config.json")
         self.levels: dict[str, list[str]] = config.get("levels", {})
+        self.covariates: list[str] = config["tokens"].get("covariates", [])
+
+    def find(self, name: str) -> str:
+        """Return the source's name of a tensor: the table of a covariate may have another number."""
+        if not name.startswith(COVARIATES):
+            return name
+        column = self.model.level_rows[name]
+        return f"{COVARIATES}{[*self.covariates, column].index(column)}.weight"
 
     def rows(self, name: str, empty: Tensor, part: Part) -> Tensor | None:
         """Return the source's row for each row of `part`, int64, -1 for none.
 
         Return None if the source lacks the tensor.
         """
-        source_shape = self.file.shapes.get(name)
+        source_shape = self.file.shapes.get(self.find(name))
         if source_shape is None:
             return None
         rows = None
@@ -339,7 +385,7 @@ class _Source:
         """Return these rows of a tensor, as far as the other dims of `part` reach."""
         if part:
             part = (as_index(rows.tolist()), *part[1:])
-        return self.file.read(name, part).to(dtype)
+        return self.file.read(self.find(name), part).to(dtype)
 
 
 def mean_gene_rows(spec: ModelSpec, folder: Path, device: torch.device) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ RATE = frozenset({"train.schedule", "train.decay_frac", "train.min_lr_frac"})
 """Keys in which a branch may differ too, where the learning rates up to it are the same."""
 FREE_SECTIONS = {"parallel", "track"}
 FREE = {
-    "finetune": {"min_known_frac"},
+    "finetune": {"min_known_frac", "leave_out"},
     "stream": {"io_threads", "stage_to", "stage_limit_gb"},
     "train": set(
         "token_budget max_bad_steps replay_every_steps timeout_s val_every_steps val_cells checkpoint_every_steps "

@@ -39,7 +39,7 @@ with importing():
     from cellmill.finetune.method import check_trains, load_method, trained_names
     from cellmill.launch.signals import StopFlag, die_with_parent
     from cellmill.models.build import ModelSpec, build
-    from cellmill.models.export import initial_tensors, mean_gene_rows
+    from cellmill.models.export import check_kept, initial_tensors, mean_gene_rows
     from cellmill.models.family import Model
     from cellmill.models.gene_vectors import TABLE, read_gene_vectors
     from cellmill.parallel.apply import parallelize
@@ -185,6 +185,7 @@ def build_model(
     parallel = options.parallel
     mean_rows = {}
     if weights is not None:
+        check_kept(spec, weights, options.finetune.leave_out)
         if dist.get_rank() == 0:
             genes = vocabulary.known_by(Vocabulary.read(weights / "vocabulary.tsv"))
             print(f"initial weights from {weights}, which has {genes}", flush=True)

@@ -95,6 +95,10 @@ class AutoregressiveConfig(TransformerConfig):
     pooling: Literal["mean", "last"] = "mean"
     """Cell embedding: mean of its tokens' states, or the state of its last token."""
 
+    def table_rows(self, tokens: Tokens) -> dict[str, Any]:
+        """Ranks share rows by their number of bits."""
+        return super().table_rows(tokens) | {"max_tokens": tokens.max_tokens.bit_length()}
+
 
 class BertFamilyConfig(PostNormConfig):
     """BERT over genes in rank order, like Geneformer: embeddings, then post-norm blocks. The
@@ -102,7 +106,6 @@ class BertFamilyConfig(PostNormConfig):
     """
 
     implementation = "cellmill.models.families.post_norm:BertModel"
-    token_keys = ("max_tokens",)  # rows of the embedding of places
     value_kinds = ("place",)
     family: Literal["bert"] = "bert"
 

@@ -65,7 +65,6 @@ class FamilyConfig(Plugin):
 
     family: str
     weight_keys: ClassVar[tuple[str, ...]] = ()  # options that must equal the `init_from` model's
-    token_keys: ClassVar[tuple[str, ...]] = ()  # likewise of section tokens, besides the tokenizer
     # kinds of token values (`Tokens.value_kind`) that the family can embed
     value_kinds: ClassVar[tuple[str, ...]] = ()
     # whether its output depends on the order of a cell's tokens. If so, tokens are in rank order;
@@ -84,17 +83,26 @@ class FamilyConfig(Plugin):
     def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """Same as `Plugin.override`.
 
-        A run's own `size` replaces the numbers at the top that it stands for.
+        A run's own `size` or `path` replaces the options that it stands for.
         """
+        replaced: tuple[str, ...] = ()
         if own.get("size") not in (None, "null"):
-            sized = ("hidden", "layers", "heads", "ffn_hidden")
-            defaults = {key: value for key, value in defaults.items() if key not in sized}
+            replaced = ("hidden", "layers", "heads", "ffn_hidden")
+        if own.get("path") not in (None, "null", defaults.get("path")):
+            replaced = ("revision", "architecture", "residue_ids")
+        defaults = {key: value for key, value in defaults.items() if key not in replaced}
         return super().override(defaults, own)
 
     def check_with(self, objective: ObjectiveConfig, tokens: Tokens) -> None:
         """Raise ValueError when the family cannot train on the objective, or read such tokens, with
         its options.
         """
+
+    def table_rows(self, tokens: Tokens) -> dict[str, Any]:
+        """Options of section tokens that give tables their number of rows, each with that number,
+        which must equal the `init_from` model's.
+        """
+        return {"bins": getattr(tokens, "bins", None)} if tokens.values_are_bins else {}
 
     def tp_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallel must divide, by the option's name; empty if not supported."""
@@ -144,6 +152,10 @@ class TransformerConfig(ResidualConfig):
         if numbers is None:
             return value
         return numbers | {key: option for key, option in value.items() if key != "size"}
+
+    def table_rows(self, tokens: Tokens) -> dict[str, Any]:
+        rows = super().table_rows(tokens)
+        return rows | {"max_tokens": tokens.max_tokens} if tokens.value_kind == "place" else rows
 
     def problems(self) -> Iterator[str]:
         if self.hidden % self.heads:

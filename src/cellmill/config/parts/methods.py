@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, WithJsonSchema, model_serializer
 
 from cellmill.config.plugin import Plugin
+from cellmill.config.section import Names
 
 
 class MethodConfig(Plugin):
@@ -30,6 +31,10 @@ class MethodConfig(Plugin):
     min_known_frac: float = Field(0.01, ge=0, le=1)
     """Minimum fraction of a cell's expressed genes that the model of init_from has; below it
     training is refused.
+    """
+    leave_out: Names = Field([])
+    """Modules and parameters of the model of init_from that this run's model lacks on purpose, such
+    as covariates. Training is refused if it lacks others that are not of another objective.
     """
 
 

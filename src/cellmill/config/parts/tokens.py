@@ -4,7 +4,7 @@ Torch-free.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ RESIDUES = "ABCDEFGHIKLMNOPQRSTUVWXYZ"
 """Amino acids by their letters (IUPAC), in the order of the vocabulary; B, X and Z are ambiguous
 ones.
 """
+BINS = ("bins", "binning")  # options that edges belong to
 
 
 class Tokens(Plugin):
@@ -61,6 +62,13 @@ class Tokens(Plugin):
     """Probability that a covariate of a training cell is replaced by the level of unknown values,
     so that the model also learns that level.
     """
+
+    @classmethod
+    def override(cls, defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """Same as `Plugin.override`. Edges are left out with other bins."""
+        if any(own.get(key, value) != value for key, value in defaults.items() if key in BINS):
+            defaults = {key: value for key, value in defaults.items() if key != "edges"}
+        return super().override(defaults, own)
 
     def problems(self) -> Iterator[str]:
         if self.sequences and (self.truncation != "top" or self.zero_frac):

@@ -30,6 +30,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, add_tokens
 from cellmill.models.blocks import Block, FeedForward
 from cellmill.models.cell_encoder import (
+    COVARIATES,
     CellEncoder,
     CovariateEmbedding,
     CovariatePrefix,
@@ -65,7 +66,7 @@ class EncoderModel(TokenEncoder):
             self.covariates = CovariateEmbedding(tokens, objective.levels, hidden)
             self.plan = replace(self.plan, begin=(*self.plan.begin, "covariates"))
             for index, name in enumerate(tokens.covariates):
-                self.add_level_rows(name, f"covariates.tables.{index}.weight")
+                self.add_level_rows(name, f"{COVARIATES}{index}.weight")
         attach_gene_vectors(self, config, self.vocab_size)
         self.blocks = make_pre_norm_blocks(config)
         self.norm = nn.LayerNorm(hidden)
