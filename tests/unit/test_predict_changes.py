@@ -387,6 +387,24 @@ def test_unseen_perturbations_are_held_out(tmp_path: Path, corpus: dict[str, Pat
     }
 
 
+def test_contexts_of_a_split_file_may_be_labels(tmp_path: Path, corpus: dict[str, Path]) -> None:
+    perturbation = np.array(["a", "b", "c", "control"])[np.arange(600) % 4]
+    lines = np.array(["x", "y"])[np.arange(600) // 4 % 2]
+    changed = {"perturbation": perturbation, "is_control": perturbation == "control", "line": lines}
+    files = with_obs(corpus, tmp_path, "simulated", **changed)
+    split = tmp_path / "split.toml"
+    split.write_text('[training]\nsimulated = "train"\n[fewshot."simulated.y"]\ntest = ["b"]\n')
+    section = {"cells": "all", "tasks": {"perturbation": {"split_file": str(split)}}}
+    given = {key: files[key] for key in ("model", "manifest", "cells", "embedding")}
+    given["options"] = EvaluateOptions.model_validate({"evaluate": section})
+    out = tmp_path / "changes" / "simulated.h5ad"
+    predict_changes.predict_changes(**given, labels="line|batch", out=out)
+    changes = ad.read_h5ad(out).uns["cellmill_changes"]
+    assert changes["perturbations"].tolist() == ["b | y"]
+    with pytest.raises(DataError, match=r"simulated has no column label; name one in the table"):
+        predict_changes.predict_changes(**given, out=out)
+
+
 def test_cell_eval_judges_each_method(cells: tuple[Context, Any, Path], tmp_path: Path) -> None:
     _, found, path = cells
     values = run_bridge("cell-eval", "cell_bridge", tmp_path / "out.json", changes=path, threads=2)

@@ -266,7 +266,11 @@ def test_a_faulty_split_file_is_one_line(screen: Context, tmp_path: Path, fault:
 
 
 def test_a_missing_role_or_dataset_is_named(screen: Context, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no column donor; set split_context of task pert"):
+    message = (
+        "name one in the table of datasets, or set split_context of task perturbation to a role"
+    )
+    message = rf"has no column donor; {message} that it has \(label\)$"
+    with pytest.raises(DataError, match=message):
         hold_out(screen, tmp_path / "split.csv", TABLE, split_context="donor")
     with pytest.raises(DataError, match="no such file"):
         SplitFile.read(config_of(tmp_path / "none.csv"), screen)

@@ -240,9 +240,10 @@ rule predict_changes:
         runtime=sized(240, 25),
     params:
         options=jobs.options("predict_changes"),
+        labels=jobs.bridged_label_columns,
     message:
         JOB_LINE
     shell:
         'cellmill predict_changes --options {params.options:q} --model "$(dirname {input.weights:q})"'
         " --manifest {input.manifest:q} --ancestors {input.ancestors:q} --cells {input.cells:q}"
-        " --embedding {input.embedding:q} --out {output:q} 2>&1 | tee -i {log:q}"
+        " --embedding {input.embedding:q} --labels {params.labels:q} --out {output:q} 2>&1 | tee -i {log:q}"

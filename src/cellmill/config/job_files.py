@@ -339,9 +339,16 @@ class JobFiles:
 
     def label_columns(self, wildcards: Wildcards) -> list[str]:
         """obs columns of the labels for each dataset the run is evaluated on; '-' for none."""
-        datasets = self.datasets[self.runs[wildcards.run].corpus]
         names = self.workflow.evaluated_on(wildcards.run)
-        return ["|".join(datasets[name].label_names) or "-" for name in names]
+        return [self._join_labels(wildcards.run, name) for name in names]
+
+    def bridged_label_columns(self, wildcards: Wildcards) -> str:
+        """obs columns of the labels of a dataset; '-' for none."""
+        return self._join_labels(wildcards.run, wildcards.dataset)
+
+    def _join_labels(self, run: str, dataset: str) -> str:
+        corpus = self.runs[run].corpus
+        return "|".join(self.datasets[corpus][dataset].label_names) or "-"
 
     def task_files(self, wildcards: Wildcards) -> list[str]:
         """Files that the options of the run's evaluation tasks name."""

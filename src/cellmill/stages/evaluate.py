@@ -62,6 +62,7 @@ from cellmill.runs import results
 from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
 
 SHOWN = 5  # genes of a knock-out in the log
+NO_LABELS = "-"  # in --labels
 UMAP_CELLS = 20_000  # cells drawn at most; more overlap on a page
 
 
@@ -224,10 +225,13 @@ def _pair_files(
         )
     files = {}
     for number, (path, embedding, label) in enumerate(zip(paths, embeddings, labels)):
-        columns = [] if label == "-" else label.split("|")
         others = external[number * n_models : (number + 1) * n_models]
-        files[path.stem] = DatasetFiles(path, embedding, columns, others)
+        files[path.stem] = DatasetFiles(path, embedding, _split_columns(label), others)
     return files
+
+
+def _split_columns(labels: str) -> list[str]:
+    return [] if labels == NO_LABELS else labels.split("|")
 
 
 @cache
@@ -377,6 +381,7 @@ def predict_changes(
     cells: Path | str,
     embedding: Path,
     out: Path,
+    labels: str = NO_LABELS,
     ancestors: Sequence[Path] = (),
 ) -> None:
     """Write predicted changes and measured cells of one dataset to `out` (.h5ad); arguments as in
@@ -395,9 +400,8 @@ def predict_changes(
         raise ConfigError(
             "evaluate.tasks.perturbation.held_out: expected perturbation among them; add it"
         )
-    evaluation = _Evaluation(
-        section, model, manifest, ancestors, {name: DatasetFiles(path, embedding, [])}
-    )
+    files = DatasetFiles(path, embedding, _split_columns(labels))
+    evaluation = _Evaluation(section, model, manifest, ancestors, {name: files})
     with evaluation.open(name) as dataset:
         written = write_changes(out, dataset.context, config, evaluation.about["digest"])
     n = written.obs["group"].value_counts()

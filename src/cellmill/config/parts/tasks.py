@@ -15,6 +15,7 @@ MOST_FOLDS = Field(
     description="Values are left out one at a time, or in this many groups if there are more.",
 )
 # with more levels or repeats of a degradation, two of its random draws would be equal
+ContextRole = Literal["label", "condition", "donor", "batch"]
 MAX_LEVELS = 100
 MAX_REPEATS = 1000
 MIN_CELLS = Field(10, ge=2, description="Classes with fewer evaluated cells are skipped, by name.")
@@ -206,7 +207,7 @@ class PerturbationConfig(TaskConfig):
     GEARS, or a table with columns perturbation, split and perhaps context. Each group of tested perturbations, such as
     few-shot or 1 of 2 seen, has scores of its own.
     """
-    split_context: Literal["label", "condition", "donor", "batch"] = "label"
+    split_context: ContextRole = "label"
     """Role whose values are the contexts of split_file; label stands for cell types and cell lines."""
     combination_delimiter: str = Field("+", min_length=1)
     """Text between the parts of a combination in the dataset's perturbations; preprocess writes genes with +.

@@ -17,13 +17,13 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cellmill.config.corpus import IS_CONTROL
-from cellmill.config.parts.tasks import PerturbationConfig
+from cellmill.config.parts.tasks import ContextRole, PerturbationConfig
 from cellmill.data.arrays import text_values
 from cellmill.data.prepare.perturbations import CONTROL_WORD, DELIMITERS, split_at
 from cellmill.errors import DataError, did_you_mean, require_known
@@ -200,10 +200,11 @@ class SplitFile:
 def _find_contexts(path: Path, lines: list[Line], role: str, context: Context) -> set[str]:
     """Values of the dataset's role of contexts. Raises DataError for a dataset without this role."""
     if role not in context.roles:
+        roles = [other for other in get_args(ContextRole) if other in context.roles]
         raise DataError(
             f"{path}: it has contexts, such as {next(filter(None, (line.context for line in lines)))!r}, but "
-            f"{context.dataset} has no column {role}; set split_context of task perturbation to one of "
-            f"{', '.join(context.roles)}"
+            f"{context.dataset} has no column {role}; name one in the table of datasets, or set split_context of task "
+            f"perturbation to a role that it has ({', '.join(roles) or 'none'})"
         )
     return {*text_values(context.roles[role].dropna()).tolist()}
 
