@@ -201,6 +201,22 @@ def test_the_weight_is_scored_within_donor_or_batch(context: Context) -> None:
         assert score == pytest.approx(sum(expected))
 
 
+def test_cells_alone_in_their_groups_choose_no_weight(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = context.model.manifest.splits["val"].model_copy(update={"n_obs": 0})
+    splits = context.model.manifest.splits | {"val": without}
+    manifest = context.model.manifest.model_copy(update={"splits": splits})
+    expected = fit_ridge(replace(context.model, manifest=manifest))
+    monkeypatch.setattr(fitting, "_group_cells", lambda _manifest, n_cells: np.arange(n_cells))
+    chosen = fit_ridge(context.model)
+    assert chosen is not None
+    assert expected is not None
+    assert chosen.validation_correlation is None
+    assert chosen.decoder_weight == expected.decoder_weight == np.float32(0.5)
+    np.testing.assert_array_equal(chosen.noise, expected.noise)
+
+
 def test_imputation_scores_the_mean_of_decoder_and_ridge(context: Context) -> None:
     ridge = fit_ridge(context.model)
     assert ridge is not None

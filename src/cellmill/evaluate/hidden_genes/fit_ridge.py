@@ -39,23 +39,28 @@ GROUPS = ("dataset", "donor", "batch")  # obs columns within whose levels correl
 def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
     """Fit to the training cells, and choose noise and decoder_weight on validation cells.
 
-    None for too few cells.
+    Without enough of these, or if no gene varies within a group of them, the noise is
+    NOISE_WITHOUT_VALIDATION. None for too few training cells.
     """
     with threadpool_limits(1):  # sums in one order: the same bits on any number of cores
         counts = read_counts(model.manifest, MAX_FITTED)
         if min(counts.shape) < MIN_CELLS:
             return None
         ridge = GeneRidge.fit(counts)
-        if model.manifest.splits["val"].n_obs < MIN_CELLS:
+        chosen = None
+        if model.manifest.splits["val"].n_obs >= MIN_CELLS:
+            with _open_validation(model) as context:
+                group = _group_cells(model.manifest, context.reader.n_obs)
+                chosen = _choose_noise_and_weight(ridge, context, group)
+        if chosen is None:
             return replace(ridge, noise=ridge.noise * np.float32(NOISE_WITHOUT_VALIDATION))
-        with _open_validation(model) as context:
-            group = _group_cells(model.manifest, context.reader.n_obs)
-            return _choose_noise_and_weight(ridge, context, group)
+        return chosen
 
 
 def _group_cells(manifest: Manifest, n_cells: int) -> np.ndarray:
-    """(C,) int64: group of each of the first validation cells, by dataset and by donor or batch, as
-    task imputation scores.
+    """(C,) int64: group of each of the first validation cells: cells of one dataset, donor and batch.
+
+    Task imputation scores within larger groups, its folds of donors or batches.
     """
     columns = [name for name in GROUPS if name in manifest.obs_levels]
     levels = CellColumns(manifest, "val", "levels", columns)[:n_cells]
@@ -77,9 +82,11 @@ def _open_validation(model: EvaluatedModel) -> Iterator[Context]:
         )
 
 
-def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarray) -> GeneRidge:
+def _choose_noise_and_weight(
+    ridge: GeneRidge, context: Context, group: np.ndarray
+) -> GeneRidge | None:
     """The regression with the noise and the weight of the largest mean correlation of hidden genes
-    over cells, within each `group`, (C,) int64.
+    over cells, within each `group`, (C,) int64. None if no gene varies within a group.
     """
     genes = context.measured_genes
     part_of_gene = seeded(context.model.seed, draws.RIDGE_PARTS).permutation(len(genes)) % PARTS
@@ -98,11 +105,13 @@ def _choose_noise_and_weight(ridge: GeneRidge, context: Context, group: np.ndarr
         n_varying += int(np.count_nonzero(_dot(measured, measured)))
         for row, by_ridge in enumerate(cells.predict_by_ridge(ridge, NOISES)):
             scores[row] += _score_weights(decoded, _centre(by_ridge, group), measured)
+    if not n_varying:
+        return None
     best, column = np.unravel_index(scores.argmax(), scores.shape)
     noise = ridge.noise * np.float32(NOISES[best])
     weight = np.array([WEIGHTS[column]], np.float32)
     # a gene is hidden once
-    correlation = float(scores.max() / n_varying) if n_varying else None
+    correlation = float(scores.max() / n_varying)
     return replace(ridge, noise=noise, decoder_weight=weight, validation_correlation=correlation)
 
 
