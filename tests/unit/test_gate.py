@@ -54,6 +54,23 @@ def test_a_gate_compares_the_best_rows_by_their_means() -> None:
     )
 
 
+def test_a_gate_is_not_failed_by_a_rounding_error() -> None:
+    rows = [make_row("embedding", accuracy=0.57), make_row("all genes", accuracy=0.56)]
+    gate = BaselineGate(task="probe", baseline="all genes", margin=0.01)
+    assert gate.margin > 0.57 - 0.56, "in floating point"
+    assert find_failures([gate], _datasets(probe={"rows": rows})) == []
+
+
+def test_the_message_of_a_gate_tells_both_numbers_apart() -> None:
+    rows = [make_row("embedding", accuracy=0.8001), make_row("all genes", accuracy=0.8002)]
+    datasets = _datasets(probe={"rows": rows})
+    [line] = find_failures([BaselineGate(task="probe", baseline="all genes")], datasets)
+    assert line.endswith("embedding has 0.8001 accuracy, expected at least 0.8002 of all genes")
+    gate = BaselineGate(task="probe", baseline="all genes", margin=0.0001)
+    [line] = find_failures([gate], datasets)
+    assert line.endswith("expected at least 0.8003 (0.8002 of all genes plus margin 0.0001)")
+
+
 def test_a_gate_on_an_error_takes_the_lowest_value() -> None:
     method = make_method("a", kind="model")
     errors = [Row(method, numbers={"MAE": value}) for value in (float("nan"), 0.5, 0.4)]

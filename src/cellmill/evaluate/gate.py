@@ -8,6 +8,8 @@ from cellmill.config.evaluate import BaselineGate
 from cellmill.errors import ConfigError
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
+ROUNDING = 1e-9  # smaller differences are rounding errors
+
 
 def find_failures(
     gates: Iterable[BaselineGate], datasets: Mapping[str, DatasetResult]
@@ -56,14 +58,18 @@ def _describe_failure(gate: BaselineGate, where: str, result: TaskResult) -> str
     name, value = _find_best(gate, where, models, column)
     other, other_value = _find_best(gate, where, baselines, column)
     sign = -1 if gate.lower_is_better else 1
-    if sign * (value - other_value) >= gate.margin:
+    if sign * (value - other_value) >= gate.margin - ROUNDING:
         return None
+    limit = other_value + sign * gate.margin
+    # as many digits as tell the value from the limit
+    digits = 3
+    while f"{value:.{digits}f}" == f"{limit:.{digits}f}":
+        digits += 1
     bound, change = ("at most", "minus") if gate.lower_is_better else ("at least", "plus")
-    expected = f"{other_value:.3f} of {other}"
+    expected = f"{other_value:.{digits}f} of {other}"
     if gate.margin:
-        limit = other_value + sign * gate.margin
-        expected = f"{limit:.3f} ({expected} {change} margin {gate.margin:g})"
-    return f"{name} has {value:.3f} {column}, expected {bound} {expected}"
+        expected = f"{limit:.{digits}f} ({expected} {change} margin {gate.margin:g})"
+    return f"{name} has {value:.{digits}f} {column}, expected {bound} {expected}"
 
 
 def _find_best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple[str, float]:
