@@ -365,6 +365,23 @@ def test_random_vectors_mix_best(context: Context) -> None:
     )
 
 
+def test_a_label_needs_enough_cells_with_a_batch(context: Context) -> None:
+    names = context.roles["label"].astype(str).to_numpy()
+    batch = pd.Series(np.arange(len(names)) // 2 % 2, name="batch").astype(str)
+    first = names[context.scored][0]
+    of_first = np.flatnonzero(context.scored & (names == first))
+    batch[of_first[1:]] = None
+    roles = {**context.roles, "batch": batch}
+    result = Integration(IntegrationConfig(min_cells=5)).run(replace(context, roles=roles))
+    counts = pd.Series(names[context.scored & batch.notna().to_numpy()]).value_counts()
+    kept = counts[counts >= 5]
+    assert counts[first] == 1
+    assert result.figures["classes"] == kept.to_dict()
+    assert result.figures["dropped_classes"] == counts[counts < 5].to_dict()
+    assert result.figures["n_cells"] == kept.sum()
+    assert result.figures["n_without_batch"] == len(of_first) - 1
+
+
 @pytest.mark.parametrize("n", [12, 15, 16])
 def test_harmony_of_few_cells_is_a_reason_to_skip(context: Context, n: int) -> None:
     pytest.importorskip("harmonypy")

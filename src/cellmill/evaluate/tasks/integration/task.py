@@ -2,6 +2,7 @@
 of `measures.py`.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,29 +81,34 @@ class Integration(Task):
         """Scored cells with a label and a batch. Raises Skipped for too few of either."""
         if "batch" not in context.roles:
             raise Skipped("the dataset has no batch column")
-        labelled = labelled_cells(
-            context, "integration", self.config.min_cells, "evaluate.tasks.integration.min_cells"
-        )
-        column = context.roles["batch"].iloc[labelled.cells]
+        column = context.roles["batch"]
         has_batch = column.notna().to_numpy()
-        batch_of_cell = text_values(column[has_batch]).astype(str)
+        option = "evaluate.tasks.integration.min_cells"
+        labelled = labelled_cells(
+            replace(context, scored=context.scored & has_batch),
+            "integration",
+            self.config.min_cells,
+            option,
+            reason=f"{option}, of cells with a batch",
+        )
+        batch_of_cell = text_values(column.iloc[labelled.cells]).astype(str)
         names, batches = np.unique(batch_of_cell, return_inverse=True)
         figures = labelled.figures | {
             "n_batches": len(names),
-            "n_without_batch": int((~has_batch).sum()),
+            "n_without_batch": int((context.scored & ~has_batch).sum()),
         }
         if len(names) < 2:
             raise Skipped(
                 f"expected labelled scored cells of two batches or more, got {len(names)}", figures
             )
-        classes, labels = np.unique(labelled.labels[has_batch], return_inverse=True)
+        classes, labels = np.unique(labelled.labels, return_inverse=True)
         if not 2 <= len(classes) < len(labels):
             raise Skipped(
                 f"expected two labels or more, and fewer labels than cells, got {len(classes)} labels of "
                 f"{len(labels)} scored cells with a batch",
                 figures,
             )
-        return CellsOfBatches(labelled.cells[has_batch], batches, labels, figures)
+        return CellsOfBatches(labelled.cells, batches, labels, figures)
 
     def _score(
         self, vectors_by_method: ByMethod, batches: np.ndarray, labels: np.ndarray
