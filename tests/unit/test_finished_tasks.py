@@ -192,6 +192,19 @@ def test_an_unchanged_evaluation_runs_no_task(
     assert read_earlier(capsys) == ["reconstruct", "throughput"]
 
 
+def test_another_number_of_left_out_seeds_is_told(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "metrics.json"
+    for seeds in (5, 10):
+        found = evaluate(corpus, out, effort="fast", tasks={"probe": {"seeds": seeds}})
+        probe = found["datasets"]["simulated"]["tasks"]["probe"]
+        expected = f"{seeds - 1} of {seeds} seeds"
+        assert probe["figures"]["left_out"] == expected
+        assert f"Effort fast left out {expected}." in probe["notes"]
+    assert read_earlier(capsys) == []
+
+
 def test_a_label_of_another_dataset_is_a_dependency(
     corpus: dict[str, Path], context: Context, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ again.
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from itertools import chain
@@ -46,8 +47,11 @@ class FinishedTasks:
         self._packages = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
         self._weights = datasets.digest
 
-    def path(self, name: str, task: Task, context: Context) -> Path:
-        """File of the result of `task`, which is called `name` in `evaluate.tasks`."""
+    def path(self, name: str, task: Task, context: Context, left_out: Sequence[str] | None) -> Path:
+        """File of the result of `task`, which is called `name` in `evaluate.tasks`.
+
+        `left_out` is what effort fast leaves out; the options of `context` are those that it leaves.
+        """
         config = context.options.tasks[name]
         model = context.model
         dependencies = {
@@ -59,6 +63,7 @@ class FinishedTasks:
             "corpus": model.manifest.fingerprint,
             "shared options": context.options.model_dump(mode="json", exclude=NOT_READ),
             "options": config.model_dump(mode="json"),
+            "left out": left_out,
             "files": [sha256_file(Path(path)) for path in config.paths().values()],
         }
         if depends_on_dataset(task):

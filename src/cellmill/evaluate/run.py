@@ -200,18 +200,18 @@ def _list_task_runs(
 ) -> Iterator[_TaskRun]:
     """Each task, then for each further label the tasks that read a label."""
     for name, task in tasks.items():
-        path = finished.path(name, task, context)
-        yield _TaskRun(name, name, task, context, path, left_out.get(name))
+        omitted = left_out.get(name)
+        path = finished.path(name, task, context, omitted)
+        yield _TaskRun(name, name, task, context, path, omitted)
     for role, column in context.roles.items():
         if role == "label" or not is_label(role):
             continue
         relabelled = replace(context, roles={**context.roles, "label": column})
         for name, task in tasks.items():
             if context.options.tasks[name].reads_label:
-                path = finished.path(name, task, relabelled)
-                yield _TaskRun(
-                    f"{name} of {column.name}", name, task, relabelled, path, left_out.get(name)
-                )
+                omitted = left_out.get(name)
+                path = finished.path(name, task, relabelled, omitted)
+                yield _TaskRun(f"{name} of {column.name}", name, task, relabelled, path, omitted)
 
 
 def _count_processes(task_runs: Sequence[_TaskRun], context: Context) -> int:
