@@ -136,6 +136,23 @@ def test_folds_fitted_together_predict_as_single_fits(monkeypatch: pytest.Monkey
     assert len(unfinished) == 2, "a scaled fit that does not settle is left to be fitted alone"
 
 
+def test_nothing_to_fit_computes_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    genes, labels, _ = _cells(60, 200, 3)
+    fits, tests = _folds(labels)
+    splits = [Fold(0, fit.cells, test) for fit, test in zip(fits, tests)]
+    small = FeatureCache().share(genes)
+    known: dict[str, np.ndarray] = {}
+    precompute_folds(small, labels, splits, known)
+    assert not known
+    assert "plain" not in vars(small.source)
+    monkeypatch.setattr(logistic, "MAX_DENSE_SIDE", 5)
+    precompute_folds(small, labels, splits, known)
+    again = FeatureCache().share(genes)
+    monkeypatch.setattr(products_module.CellProducts, "forget_scaled", lambda _products: None)
+    precompute_folds(again, labels, splits, known)
+    assert not {"plain", "scaled"} & {*vars(again.source)}, "all predictions are known"
+
+
 def test_tested_cells_leave_no_trace_in_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newton, "TOLERANCE", 1e-7)
     monkeypatch.setattr(dual, "OFFSET_TOLERANCE", 1e-7)

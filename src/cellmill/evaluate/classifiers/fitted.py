@@ -156,6 +156,8 @@ def precompute_folds(
                 targets = np.eye(len(classes))[:, class_of_cell]
                 regressions.append(FoldRegression(fitted.rows, targets))
                 tested.append((key, shared.rows[fold.tested], classes))
+        if not regressions:
+            continue  # without the products of the cells
         with report_early_stop(name, shared.shape[1]):
             logits = fit_folds(shared.source, regressions, classifier.standardised)
         shared.source.forget_scaled()  # before the products of the next name fill as much memory
