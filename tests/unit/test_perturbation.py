@@ -68,6 +68,11 @@ def test_scores_of_changes_equal_a_calculation_by_hand() -> None:
     assert scores["discrimination"][0] == 1
     # (0, 1, 0, 0) is 0.25 from the change of the second unit and 0.5 from its own
     assert scores["discrimination"][2] == 0.5
+    predicted[2][1] = np.nan
+    without = change_scores(np.array(predicted), np.array(measured), perturbed, 2)
+    for metric, values in without.items():
+        assert np.isnan(values[2]), metric
+        np.testing.assert_array_equal(values[:2], scores[metric][:2])
 
 
 def test_baselines_are_not_fitted_on_validation_perturbations(screen: Context) -> None:

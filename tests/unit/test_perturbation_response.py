@@ -184,4 +184,9 @@ def test_a_predicted_change_is_the_mean_over_its_controls(context: Context) -> N
         of_strata.append(after - before)
     np.testing.assert_allclose(found, strata @ np.array(of_strata), atol=1e-6)
     assert np.abs(found).max() > 1e-3
+    unknown = vectors.copy()
+    unknown[(profiles.half == 0) & (profiles.stratum == 1)] = np.nan
+    again = head.predict_changes(unknown, profiles, strata, ["A", "A"], [[2], [2]])
+    np.testing.assert_array_equal(again[0], found[0])
+    assert np.isnan(again[1]).all(), "no control of a stratum has an embedding"
     assert ResponseHead.find(context.model.network, "32-true") is None

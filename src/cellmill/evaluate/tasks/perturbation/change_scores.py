@@ -21,7 +21,7 @@ def change_scores(
     predicted: np.ndarray, measured: np.ndarray, perturbed: np.ndarray, top_genes: int
 ) -> dict[str, np.ndarray]:
     """Scores of each unit by metric, (U,) float64; NaN for an undefined score, such as the Pearson of
-    a constant.
+    a constant, or any score of a prediction with NaN.
 
     `predicted` and `measured` are changes, `(U, G)`, of units that are tested together. `perturbed`,
     bool of the same shape, marks the genes that a unit perturbs, which are not scored. Direction is
@@ -36,7 +36,7 @@ def change_scores(
         y = measured[unit, is_scored]
         scores["MAE"][unit] = np.abs(x - y).mean()
         # no change has no sign, and is as far from a unit as that unit's change is large
-        if not x.any():
+        if not x.any() or not np.isfinite(x).all():
             continue
         if x.std() > 0 and y.std() > 0:
             scores["Pearson"][unit] = np.corrcoef(x, y)[0, 1]

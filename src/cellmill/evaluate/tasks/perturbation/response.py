@@ -42,7 +42,8 @@ class ResponseHead:
         names: Sequence[str],
         genes: Sequence[list[int]],
     ) -> np.ndarray:
-        """(U, G) float64: predicted change of each unit, the mean over strata by their shares.
+        """(U, G) float64: predicted change of each unit, the mean over strata by their shares; NaN for a
+        unit with cells in a stratum without `start_controls`.
 
         `vectors`, (cells, H), may be NaN for cells other than `start_controls`. `stratum_shares`,
         (U, strata), are the shares of a unit's cells in each stratum. `names` are the perturbations
@@ -52,6 +53,9 @@ class ResponseHead:
         changes = np.zeros((len(names), len(profiles.genes)))
         for stratum in np.flatnonzero(stratum_shares.sum(0)).tolist():
             controls = profiles.start_controls(stratum, has_vector)
+            if not len(controls):
+                changes[stratum_shares[:, stratum] > 0] = np.nan
+                continue
             unperturbed = self._predict_mean(vectors, profiles, controls, None, [])
             # all doses of a perturbation get the same prediction
             change_by_name: dict[str, np.ndarray] = {}
