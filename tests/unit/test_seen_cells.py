@@ -195,6 +195,20 @@ def test_changed_shards_do_not_count_as_training_cells(
     assert f"({corpus['manifest']} is of other shards by now)" in capsys.readouterr().out
 
 
+def test_a_damaged_manifest_is_not_one_of_other_shards(
+    tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = tmp_path / "shards"
+    shutil.copytree(corpus["manifest"].parent, shards)
+    manifest = shards / "manifest.json"
+    model = make_run(tmp_path / "run", {**corpus, "manifest": manifest})
+    manifest.write_bytes(manifest.read_bytes()[:-100])
+    run_predict(model, cells, tmp_path / "out.h5ad")
+    shown = capsys.readouterr().out
+    assert f"({manifest}: not valid JSON" in shown
+    assert "of other shards" not in shown
+
+
 def test_predictions_in_python_show_the_message_of_the_command(
     tmp_path: Path, cells: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

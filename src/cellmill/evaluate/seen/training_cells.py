@@ -141,14 +141,19 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
     if not record.exists():
         return None, f"{record} is missing, which names the shards"
     path = Path(read_json(record)["manifest"])
-    candidates = _find_existing(path, train)
-    for candidate in candidates:
-        with suppress(DataError, KeyError):  # damaged, or without these columns: other shards
+    problem = f"{path} was not found"
+    for candidate in _find_existing(path, train):
+        try:
             manifest = Manifest.read(candidate)
+        except DataError as error:
+            problem = str(error)
+            continue
+        with suppress(KeyError):  # without these columns: other shards
             columns = options.read_columns(), options.number_columns()
             if manifest.fingerprint_with(*columns) == fingerprint:
                 return candidate, ""
-    return None, f"{path} {'is of other shards by now' if candidates else 'was not found'}"
+        problem = f"{path} is of other shards by now"
+    return None, problem
 
 
 def _find_existing(path: Path, start: Path) -> list[Path]:
