@@ -57,7 +57,7 @@ class HeldOutCheck:
 
     def find_held_out(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
         """Mask, bool `(n_obs,)`, of the held-out cells, and the number of copies of training cells
-        under other names, by counts or barcodes. Prints both numbers.
+        under other names, by counts or barcodes. Prints how many copies were found by each.
         """
         has_new_name = ~reader.obs_names.isin([*self.names[dataset]])
         copies = find_equal_cells(reader, self.corpora, has_new_name)

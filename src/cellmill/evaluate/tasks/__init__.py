@@ -1,1 +1,3 @@
-"""Built-in evaluation tasks, one file each."""
+"""Built-in evaluation tasks: a module each, or a folder with `task.py`; `classification` has those that
+predict labels, and `gene_task.py` the base of those about genes.
+"""

@@ -48,7 +48,7 @@ EC50_MARGIN = 1.0
 SLOPES = (0.3, 5.0)
 MAX_TOP = 100.0  # largest strength of a curve, relative to the largest one at its doses
 LARGEST_LOG = 30.0  # largest log10 of an end of an interval
-FEWEST_DOSES = 4  # fewest doses of a compound that is tested
+FEWEST_DOSES = 4  # doses that a compound needs to lose one after the other
 
 
 class Curve(NamedTuple):
