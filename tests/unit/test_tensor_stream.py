@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_corpus import write_corpus
+from small_corpus import read_obs, write_corpus
 
 import cellmill
 from cellmill.config.parts.tokens import Tokens
@@ -170,6 +170,34 @@ def test_what_a_stream_cannot_have_is_refused_in_one_line(
     with pytest.raises(UserError) as refused:
         opened(folder, **options)
     assert str(refused.value).removeprefix(f"{folder}/") == message
+
+
+def test_a_missing_value_has_code_0(tmp_path: Path) -> None:
+    kinds = ["B", None, "T", "B"]
+    ages = [1.5, None, None, 2.5]
+    obs: dict[str, object] = {
+        "kind": [kinds[i % 4] for i in range(120)],
+        "group": ["a", "b"] * 60,
+        "age": np.array([ages[i % 4] for i in range(120)], float),
+    }
+    manifest = write_corpus(tmp_path / "results/corpora/pbmc", 120, obs=obs)
+    expected = read_obs(manifest, "train")
+    stream = opened(tmp_path, columns=["kind", "group"], number_columns=["age"])
+    assert stream.levels == {"kind": ("B", "T"), "group": ("a", "b")}
+    n_missing = 0
+    for batch in stream:
+        rows = zip(batch["cell_ids"].tolist(), batch["levels"].tolist(), batch["numbers"].tolist())
+        for cell, (kind, group), [age] in rows:
+            obs_row = expected.iloc[cell]
+            assert group == 1 + stream.levels["group"].index(obs_row["group"])
+            assert np.isnan(age) == np.isnan(obs_row["age"])
+            if kind:
+                assert stream.levels["kind"][kind - 1] == obs_row["kind"]
+            else:
+                assert obs_row["kind"] is None or obs_row.isna()["kind"]
+                n_missing += 1
+    assert n_missing == 30
+    stream.close()
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -6,9 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from cellmill.config.checks import check_rows
+from cellmill.config.corpus import MISSING
 from cellmill.config.load import check_options
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Stream, Train
@@ -37,7 +39,7 @@ class TensorStream:
     `for batch in stream` gives the rest of an epoch, and the next `for` the next epoch. Split
     `train` is shuffled and has no end; `val` and `test` are read in a fixed order, from the start.
     `tokens` and `stream` are the sections of the configuration with these names. `columns` are obs
-    columns whose level codes a batch has, with the names of the levels in `levels`;
+    columns whose level codes a batch has, 0 for a missing value, with the names of the levels in `levels`;
     `number_columns` are obs columns whose numbers it has. The genes of a cell are in rank order; with
     `rank_order=False` they may be in any order where `tokens` do not need one. Shards that no training has hashed are
     hashed first. Raises ConfigError, or DataError for shards that are damaged or have no such cells
@@ -116,7 +118,11 @@ class TensorStream:
         )
         self._is_endless = split == "train"
         self.n_genes = opened.n_genes
-        self.levels = self._cells.levels
+        # without the last level of a column with missing values, whose code becomes 0
+        self.levels: dict[str, tuple[str, ...]] = {}
+        for column, levels in self._cells.levels.items():
+            self.levels[column] = tuple(level for level in levels if level != MISSING)
+        self._n_levels = torch.tensor([len(levels) for levels in self.levels.values()])
         self.state_dict = self._cells.state_dict
         self.load_state_dict = self._cells.load_state_dict
         self.close = self._cells.close
@@ -131,4 +137,6 @@ class TensorStream:
         for [batch] in islice(self._cells, len(self) - done):
             tensors = to_tensors(batch)
             arrays = {name: getattr(tensors, name) for name in FIELDS}
+            if tensors.levels is not None:
+                arrays["levels"] = tensors.levels.masked_fill(tensors.levels > self._n_levels, 0)
             yield {name: array for name, array in arrays.items() if array is not None}

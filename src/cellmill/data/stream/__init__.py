@@ -25,7 +25,8 @@ run's tokenizer and builds a batch from its tokens.
 - gene: row in the vocabulary, as in `SparseCounts.genes`; its token id is that row + `len(SPECIAL)`
 - detected gene: one with a count in the cell; the others are undetected
 - cell id: index of a cell in its split or file
-- level: a value of an obs column, as text; batches and the index have its code, from 1, 0 unknown
+- level: a value of an obs column, as text; batches and the index have its code, from 1, 0 unknown. A
+  missing value is a level too, the last
 - `starts`, `stops`: first entry of each span and the entry after its last
 - `offsets`: starts of rows that follow each other, and the stop of the last
 """

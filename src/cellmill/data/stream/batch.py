@@ -46,7 +46,8 @@ class Batch:
     cell_ids: Array = field(metadata=_PER_CELL_PAD_MINUS_ONE)
     # (tokens,) int64: the gene's count in the cell, or 0; None unless the objective needs it
     counts: Array | None = field(default=None, metadata=_PER_TOKEN)
-    # (cells, columns) int32: level codes of obs columns, 0 unknown
+    # (cells, columns) int32: level codes of obs columns, 0 unknown; a column with missing values has a
+    # last level for these
     levels: Array | None = field(default=None, metadata=_PER_CELL)
     # (cells, columns) float64: values of numeric obs columns, NaN unknown
     numbers: Array | None = field(default=None, metadata=_PER_CELL_PAD_NAN)
