@@ -13,6 +13,7 @@ import torch
 
 from cellmill.cli import main
 from cellmill.config.run import AUTO_MIN_STEPS, Train
+from cellmill.launch.signals import StopFlag
 from cellmill.runs.folder import Checkpoint, TrainFolder, read_lines
 from cellmill.track.tracker import JsonlTracker
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
@@ -100,6 +101,54 @@ def test_auto_trains_the_same_steps_as_the_explicit_number(corpus: str, tmp_path
     )
 
 
+class _Stopped(StopFlag):
+    """A flag that is set when it has been asked `times` times, at each step and validation batch."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    @property
+    def received(self) -> str | None:  # type: ignore[override]
+        self.times -= 1
+        return "SIGTERM" if self.times < 0 else None
+
+
+@pytest.mark.parametrize(
+    "every", [{"val_every_steps": 1}, {"checkpoint_every_steps": 1}, {"val_every_steps": 50}]
+)
+def test_a_stop_is_honoured_at_the_next_step(
+    alone: None, corpus: str, tmp_path: Path, every: dict[str, int]
+) -> None:
+    given = _run(**{"val_every_steps": 50, "early_stop_patience": None, **every})
+    made, _ = cases.trainer(corpus, given, str(tmp_path), 9)
+    made.val_stream = made.val_stream if every.get("val_every_steps") == 50 else None
+    made.stop = _Stopped(1)  # in the second step
+    assert not made.run()
+    made.close()
+    assert made.progress.step == TrainFolder(tmp_path).saved_step()
+    assert made.progress.step == 2 + (every.get("val_every_steps") == 50)
+    assert made.watch.warm
+
+
+def test_a_stop_ends_a_validation_that_a_resume_repeats(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    given = _run(val_every_steps=2, early_stop_patience=None)
+    whole = cases.trained(corpus, given, str(tmp_path / "whole"), 4)["lines"]
+    lines = []
+    for load, times in ((False, 3), (True, 0), (True, 10**6)):
+        made, logged = cases.trainer(corpus, given, str(tmp_path / "cut"), 4, load=load)
+        # in the second batch of the first validation, then in the first batch of the resumed one
+        made.stop = _Stopped(times)
+        assert made.run() == (times > 9)
+        made.close()
+        lines += cases.of_training(logged)
+        state = TrainFolder(tmp_path / "cut").checkpoints()[-1].state()["progress"]
+        saved = (4, 4) if times > 9 else (2, None)
+        assert (state["step"], state["val_step"]) == saved
+    assert lines == whole
+
+
 def test_a_skipped_validation_is_in_the_checkpoint_of_its_step(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:
@@ -107,7 +156,7 @@ def test_a_skipped_validation_is_in_the_checkpoint_of_its_step(
     for going_on in (False, True):
         made, _ = cases.trainer(corpus, _run(val_every_steps=2), str(tmp_path), 9, load=going_on)
         # asked to stop in its first step, and stopped after the second
-        made.stop.received = "SIGTERM"
+        made.stop = _Stopped(made.val_stream.steps_per_epoch * going_on)
         assert not made.run()
         made.close()
         states = [

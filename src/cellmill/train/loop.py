@@ -9,7 +9,6 @@ only sets a flag; all ranks save together at the end of a common step.
 
 import importlib
 import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from torch.profiler import record_function
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import learning_rate
+from cellmill.data.shards.local_copies import warn
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
@@ -119,6 +119,8 @@ class Trainer:
         self.replay = Replay(model, train.replay_every_steps, device, finish)
         self.progress = Progress()
         self.trackers: list[Tracker] = []
+        self._stops = False  # a signal to a rank is known to all
+        self._due = False  # a checkpoint, by train.checkpoint_every_min
 
     def resume(self) -> None:
         """Load the newest undamaged checkpoint, if any, and set stream and metrics back to it."""
@@ -126,9 +128,7 @@ class Trainer:
         is_first_rank = dist.get_rank() == 0
         if is_first_rank:
             for line in damaged:
-                print(
-                    f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True
-                )
+                warn(f"{line}; going on from the one before it")
             if damaged and checkpoint is not None:
                 self.folder.set_damaged_aside(checkpoint.step)
         if checkpoint is not None:
@@ -141,12 +141,10 @@ class Trainer:
         if is_first_rank:
             missing = self.progress.logged_steps - cut_back(self.folder.metrics, step)
             if missing > 0:
-                print(
-                    f"warning: {self.folder.metrics}: expected {self.progress.logged_steps} logged steps up to step "
+                warn(
+                    f"{self.folder.metrics}: expected {self.progress.logged_steps} logged steps up to step "
                     f"{step}, {missing} are missing (damaged or deleted); stop, restore the file from a copy and run "
-                    "the same command again, or the curve keeps the gap",
-                    file=sys.stderr,
-                    flush=True,
+                    "the same command again, or the curve keeps the gap"
                 )
             print(f"going on from step {step}" if step else "starting at step 0", flush=True)
         dist.barrier()
@@ -175,30 +173,30 @@ class Trainer:
         if self._validation_is_due():
             # saved again: its checkpoint came before this validation
             self.checkpoints.saved_step = None
-            self._pause(save=True, validate=True)
+            self._due = True
+            self._pause(validate=True)
+        begun = self.progress.step
         batches = iter(self.train_stream)
         pending: StepReport | None = None
-        while self.progress.step < self.steps and not self.progress.patience_is_over(self.train):
+        while not (self._stops or self._is_over()):
             with self.profile.record(self.progress.step + 1):
                 report = self._step(batches)
             self.checkpoints.raise_if_failed()
-            stop = False
-            due = False
             if pending is not None:
-                stop, due = self._read(pending)
-                self.watch.warm = True
+                self._read(pending)
+            self.watch.warm = self.progress.step > begun + 1
             pending = report
             step = self.progress.step
             is_boundary = step % self.train.val_every_steps == 0 or self._is_saved(step)
-            if stop or due or is_boundary or step == self.steps:
+            if self._stops or self._due or is_boundary or step == self.steps:
                 self._read(pending)
                 pending = None
-                self._pause(due or stop, validate=not stop or step == self.steps)
-            if stop and step < self.steps and not self.progress.patience_is_over(self.train):
-                self.checkpoints.wait()
-                return False
+                self._pause(validate=not self._stops or step == self.steps)
         self.checkpoints.wait()
-        return True
+        return self._is_over()
+
+    def _is_over(self) -> bool:
+        return self.progress.step >= self.steps or self.progress.patience_is_over(self.train)
 
     def _step(self, batches: Iterator[list[Batch]]) -> StepReport:
         began = time.perf_counter()
@@ -304,8 +302,8 @@ class Trainer:
     def _is_saved(self, step: int) -> bool:
         return step % self.train.checkpoint_every_steps == 0 or step in self.train.keep_steps
 
-    def _read(self, report: StepReport) -> tuple[bool, bool]:
-        """Check and log a step. Return whether to stop, and whether a checkpoint is due."""
+    def _read(self, report: StepReport) -> None:
+        """Check and log a step, and note whether to stop, and whether a checkpoint is due."""
         step = report.step
         progress = self.progress
         scalars = StepScalars.unpack(report.scalars.read(), len(self.loss_parts.names))
@@ -313,10 +311,11 @@ class Trainer:
         cells = round(scalars.cells)
         progress.cells += cells
         self.meter.add(cells, round(scalars.tokens), scalars.flops, report.waited_s)
-        wishes = (scalars.stops > 0, scalars.checkpoints_due > 0)
+        self._stops |= scalars.stops > 0
+        self._due |= scalars.checkpoints_due > 0
         if scalars.bad_norms or not math.isfinite(scalars.loss):
             self._count_skipped(report, scalars.loss, scalars.norm, scaled)
-            return wishes
+            return
         progress.train_loss = scalars.loss
         progress.skipped_in_a_row = 0
         if self._is_logged(step):
@@ -329,7 +328,6 @@ class Trainer:
             line |= self.meter.read(report.ended) | self._left.line(step, report.ended)
             world = dist.get_world_size()
             self._log(line | readings_line(self.device.type, scalars.readings, world))
-        return wishes
 
     def _count_skipped(
         self, report: StepReport, loss: float, norm: float, scaled: dict[str, float]
@@ -355,21 +353,23 @@ class Trainer:
             f"train.warmup_steps; earlier checkpoints are intact; {suspects}"
         )
 
-    def _pause(self, save: bool, validate: bool) -> None:
+    def _pause(self, validate: bool) -> None:
         """Validate and save between two steps, if due."""
         step = self.progress.step
         now = time.perf_counter()
         self.progress.wall_s += now - self._clock
         self._clock = now
+        save = self._due or self._is_saved(step)
         if validate and self._validation_is_due():
             save |= self._validate(self.val_stream) or self.progress.patience_is_over(self.train)
-        if save or step == self.steps or self._is_saved(step):
+        if save or self._stops or step == self.steps:
             self.watch.reach(f"the checkpoint of step {step}")
             if self._scale is not None:
                 self.progress.loss_scale, self.progress.good_steps = self._scale.read()
             state = {"progress": asdict(self.progress), **self.saved_with}
             self.checkpoints.save(self.model, self.optimizer, step, state)
             self._saved_at = time.perf_counter()
+            self._due = False
         # validation and checkpoint copies do not count as training
         self.meter.read(time.perf_counter())
         self._left.pause(time.perf_counter() - self._clock)
@@ -384,7 +384,8 @@ class Trainer:
     def _validate(self, stream: CellStream | None) -> bool:
         """Log the mean loss over validation cells, and return whether it is the best.
 
-        The masks are the same each time.
+        The masks are the same each time. A stop signal before the last step ends it: a resume
+        repeats it.
         """
         assert stream is not None
         monitor = Monitor(self.model, stream.levels, self.batch_column, self.train.best_metric)
@@ -393,6 +394,10 @@ class Trainer:
         with nullcontext() if self.average is None else self.average.in_model():
             for micro_batches in stream:
                 self.watch.reach(f"the validation after step {self.progress.step}")
+                signals = self.mesh.sum(to_device([self.stop.received is not None], self.device))
+                if signals.item() and self.progress.step < self.steps:
+                    self._stops = True
+                    break
                 batches = [to_tensors(batch) for batch in micro_batches]
                 prepared = self._prepare(batches, VALIDATION_STEP)
                 with monitor.watching(batches):
@@ -403,6 +408,8 @@ class Trainer:
                 n_targets = torch.stack([p.n_targets for p in prepared]).sum(0)
                 totals = totals + torch.stack([loss_sum, n_targets.double()])
         self.parallel_model.train()
+        if self._stops and self.progress.step < self.steps:
+            return False
         loss_sum, targets = self.mesh.sum(totals)
         losses = loss_sum / self.loss_parts.divisors(targets)
         loss = self.loss_parts.validation_loss(losses, targets)
@@ -428,19 +435,11 @@ class Trainer:
             value = gather_json(value, self.device)[0]
         if value is None or not math.isfinite(value):
             if is_first_rank:
-                print(
-                    f"warning: step {progress.step}: the validation has no {metric} (train.best_metric)",
-                    flush=True,
-                )
+                warn(f"step {progress.step}: the validation has no {metric} (train.best_metric)")
             return False
         is_best = progress.judge(value, train)
         if is_first_rank and progress.patience_is_over(train):
-            print(
-                f"step {progress.step}: {metric} has not improved in {progress.stale_validations} validations (best "
-                f"{progress.best_value:.6g} at step {progress.best_step}); the training ends here "
-                "(train.early_stop_patience)",
-                flush=True,
-            )
+            print(progress.end_line(metric), flush=True)
         return is_best
 
     def _log(self, line: dict[str, Any]) -> None:

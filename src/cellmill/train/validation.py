@@ -222,6 +222,13 @@ class Progress:
         patience = train.early_stop_patience
         return patience is not None and self.stale_validations >= patience
 
+    def end_line(self, metric: str) -> str:
+        """Return the line about a run that ends by its patience."""
+        return (
+            f"step {self.step}: {metric} has not improved in {self.stale_validations} validations (best "
+            f"{self.best_value:.6g} at step {self.best_step}); the training ends here (train.early_stop_patience)"
+        )
+
 
 def check_best_metric(objective: Objective, metric: str) -> None:
     """Raise ConfigError unless validation logs the metric of `train.best_metric`."""
