@@ -29,7 +29,7 @@ from cellmill.models.families.autoregressive import (
     generate_cells,
 )
 from cellmill.models.objective import GeneStatistics
-from tests.checks import check_gradients
+from tests.checks import check_gradients, refused
 from tests.models import KEYS, initialized, random_cells, spec, train_options
 from tests.unit.exported import export_model
 from tests.unit.small_corpus import genes_named, vocabulary_of, write_corpus
@@ -178,6 +178,19 @@ def test_genes_are_scored_among_those_not_yet_generated() -> None:
         1 - np.square(truth - predicted).sum() / np.square(truth - 2).sum(), rel=1e-4
     )
     assert len(verdicts) == 2
+
+
+def test_sequences_whose_residues_repeat_are_refused() -> None:
+    options = train_options(
+        model={"family": "autoregressive"},
+        objective={"name": "next_gene"},
+        tokens={"tokenizer": "sequence"},
+    )
+    with refused(
+        "objective next_gene needs tokens that differ within a cell, but residues of sequences repeat; "
+        "use family encoder and objective masked_gene"
+    ):
+        check_together(options)
 
 
 def test_an_encoder_which_sees_later_genes_is_refused() -> None:

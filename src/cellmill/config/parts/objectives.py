@@ -152,6 +152,14 @@ class NextGeneConfig(ObjectiveConfig):
     it off.
     """
 
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse sequences: each gene is predicted among those that the cell does not have yet."""
+        if tokens.sequences:
+            raise ValueError(
+                "objective next_gene needs tokens that differ within a cell, but residues of sequences repeat; "
+                "use family encoder and objective masked_gene"
+            )
+
 
 class LabelConfig(ObjectiveConfig):
     """Options of objectives that read a label of each cell."""
