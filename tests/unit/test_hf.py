@@ -314,6 +314,10 @@ def test_a_hub_name_is_looked_up_in_the_cache_at_its_revision(
             "objective.cell_loss_weight: family hf embeds places inside its layers; set it to 0",
         ),
         (
+            {"objective": {"name": "sum", "parts": {"genes": {"name": "masked_gene"}}}},
+            "objective.parts.genes.cell_loss_weight: family hf embeds places inside its layers; set it to 0",
+        ),
+        (
             {"tokens": TOKENS | {"max_tokens": 200}},
             "tokens.max_tokens: expected at most 126 for model.path, got 200",
         ),

@@ -221,10 +221,11 @@ class HfConfig(FamilyConfig):
             raise ValueError(
                 "model.family hf needs the package transformers: pip install 'cellmill[hf]'"
             )
-        if getattr(objective, "cell_loss_weight", 0):
-            raise ValueError(
-                "objective.cell_loss_weight: family hf embeds places inside its layers; set it to 0"
-            )
+        for where, part in objective.named_parts().items():
+            if getattr(part, "cell_loss_weight", 0):
+                raise ValueError(
+                    f"{where}.cell_loss_weight: family hf embeds places inside its layers; set it to 0"
+                )
         if tokens.sequences and self.weights == "pretrained" and self.residue_ids is None:
             raise ValueError(
                 f"model.path {self.path}: no vocab.txt with a letter per residue; set model.residue_ids"
