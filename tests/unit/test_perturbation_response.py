@@ -86,6 +86,13 @@ def test_the_decoder_receives_the_vector_of_the_response(length: int | None) -> 
     torch.testing.assert_close(model(prepared), expected, atol=1e-4, rtol=1e-5)
 
 
+def test_the_view_loss_has_the_cells_that_are_predicted() -> None:
+    prepared = prepare(_model(view_loss="vicreg"), _cells(), 200)
+    predicted = [0, 1, 2, 3, 6]  # cells of a known perturbation
+    assert prepared.target_cells.tolist() == predicted
+    assert prepared.pairs.tolist() == [predicted, [7 + cell for cell in predicted]]
+
+
 def test_another_control_or_gene_gives_another_loss() -> None:
     losses = []
     for changed in ({}, {"control": "A"}, {"perturbed_genes": {"A": [7]}}):

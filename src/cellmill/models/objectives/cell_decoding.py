@@ -72,8 +72,8 @@ class DecodingBatch(EncoderBatch):
     """`(entries,)` float32: with likelihood nb counts, otherwise fractions with sum 1 in each cell."""
     n_targets: Tensor  # C: each cell counts once, whatever its depth
     pairs: Tensor
-    """`(2, pairs)` int64: indices of both views of each cell that has genes in both; `(2, 0)` without
-    view_loss.
+    """`(2, pairs)` int64: indices of both views of each target cell that has genes in both; `(2, 0)`
+    without view_loss.
     """
     shares: tuple[RowShare, ...] | None = None
     """This micro-batch's share of the view loss; None in validation, which leaves that loss out."""
@@ -191,7 +191,7 @@ class CellDecoding(Objective):
             entry_token_ids=batch.entry_token_ids,
             entry_targets=self._compute_targets(batch),
             n_targets=torch.tensor(len(target_cells)),
-            pairs=_find_pairs(batch),
+            pairs=_find_pairs(batch, target_cells),
         )
 
     def _compute_targets(self, batch: ViewBatch) -> Tensor:
@@ -348,13 +348,13 @@ class CellDecoding(Objective):
         return metrics, cross_entropy_verdicts(name, against, loss - baseline_loss)
 
 
-def _find_pairs(batch: ViewBatch) -> Tensor:
+def _find_pairs(batch: ViewBatch, target_cells: np.ndarray) -> Tensor:
     """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64.
 
-    Of three cells whose second has an empty second view: [[0, 2], [3, 5]].
+    Of three target cells whose second has an empty second view: [[0, 2], [3, 5]].
     """
     n_cells = batch.n_second_views
+    first_views = torch.from_numpy(target_cells[:n_cells])  # none without second views
     # the second views follow the first, then padding
-    view_has_genes = has_genes(batch)[: 2 * n_cells].view(2, n_cells)
-    first_views = view_has_genes.all(0).nonzero().flatten()
-    return torch.stack([first_views, first_views + n_cells])
+    views = torch.stack([first_views, first_views + n_cells])
+    return views[:, has_genes(batch)[views].all(0)]
