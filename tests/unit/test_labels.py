@@ -30,6 +30,7 @@ from cellmill.evaluate.inference.calibration import (
     run_head,
 )
 from cellmill.models.batch import add_ends, has_genes, to_tensors
+from cellmill.models.objective import pearson
 from cellmill.models.objectives.regression import correlation_loss_sum
 from cellmill.stages import cells as predict
 from cellmill.stages.training_inputs import check_levels, fit_options
@@ -455,6 +456,17 @@ def test_equal_predictions_have_errors_and_no_correlation(loss: str) -> None:
         "root_mean_squared_error": pytest.approx(12 * 1.5**0.5),
     }
     assert [verdict.outcome for verdict in verdicts] == ["behind"]
+
+
+@pytest.mark.parametrize("constant", [0.1, 0.0, 7e8])
+def test_rounding_errors_of_constants_have_no_correlation(constant: float) -> None:
+    equal = np.full(3, constant)
+    different = np.array([1.0, 2.0, 4.0])
+    assert pearson(equal, equal) is None
+    assert pearson(equal, different) is None
+    assert pearson(different, equal) is None
+    random = np.random.default_rng(0).normal(size=(2, 9))
+    assert pearson(*random) == pytest.approx(np.corrcoef(*random)[0, 1])
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])

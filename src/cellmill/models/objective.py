@@ -9,7 +9,6 @@ importing torch: `families` that can train it, `needs_counts` in batches, whethe
 `reads_cells`, and its defaults for section `stream`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -318,10 +317,10 @@ def r2_over(base: float, error: float) -> float | None:
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float | None:
     """Compute Pearson's r of `x` and `y`, `(n,)` float64 each; None if either is constant."""
-    x = x - x.mean()
-    y = y - y.mean()
-    scale = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / scale if scale > 0 else None
+    for values in (x, y):
+        if values.var() <= MIN_VARIANCE_FRAC * np.square(values).mean():
+            return None
+    return float(np.corrcoef(x, y)[0, 1])
 
 
 def cross_entropy_verdicts(name: str, baseline: str, difference: float) -> list[Verdict]:
