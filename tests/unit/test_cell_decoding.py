@@ -20,6 +20,7 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.build import build
 from cellmill.models.objective import HIDDEN_GENES_STEP, GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
+from cellmill.models.objectives.shared.hidden_genes import mean_gene_correlation, sum_gene_moments
 from cellmill.parallel.likelihoods import profile_loss
 from cellmill.planner.measure.size import measure_size
 from cellmill.train.validation import Monitor
@@ -152,6 +153,21 @@ def test_validation_correlates_hidden_genes_if_asked(
     assert len(expected) > 9
     assert monitor.line(MESH)[METRIC] == pytest.approx(np.mean(expected), abs=1e-5)
     assert not Monitor(model).parts
+
+
+@pytest.mark.parametrize("n_cells", [1, 3])
+def test_hidden_genes_of_equal_cells_have_no_correlation(n_cells: int) -> None:
+    n_entries = 40
+    fractions = torch.rand(n_entries, generator=seeded(0))
+    sums = sum_gene_moments(
+        torch.ones(n_cells, 1),
+        table=torch.randn(N_GENES, 1, generator=seeded(1)),
+        bias=torch.zeros(N_GENES),
+        entry_rows=torch.arange(n_cells).repeat_interleave(n_entries),
+        entry_token_ids=torch.arange(n_entries).repeat(n_cells),
+        entry_fractions=(fractions / fractions.sum()).repeat(n_cells),
+    )
+    assert mean_gene_correlation(sums.tolist()) == {"hidden_genes": 0}
 
 
 @EVERY_FAMILY

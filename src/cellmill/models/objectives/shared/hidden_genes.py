@@ -96,18 +96,17 @@ def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
     visible_sum = profiles.sum(1) - measured.sum(1)
     visible_probability = (1 - hidden_probabilities.sum(1)).clamp(min=1e-9)
     predicted = hidden_probabilities * (visible_sum / visible_probability)[:, None]
-
-    def over_cells(terms: Tensor) -> Tensor:
-        return terms.sum(0, dtype=torch.float64)
-
-    moments = GeneMoments(
-        predicted=over_cells(predicted),
-        measured=over_cells(measured),
-        predicted_squares=over_cells(predicted**2),
-        measured_squares=over_cells(measured**2),
-        products=over_cells(predicted * measured),
+    # float64 before squares are taken: the variance of equal cells is then 0, or too small to count
+    predicted = predicted.double()
+    measured = measured.double()
+    terms = GeneMoments(
+        predicted=predicted,
+        measured=measured,
+        predicted_squares=predicted**2,
+        measured_squares=measured**2,
+        products=predicted * measured,
     )
-    return torch.cat(moments)
+    return torch.cat([term.sum(0) for term in terms])
 
 
 def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
