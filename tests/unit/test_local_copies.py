@@ -197,6 +197,15 @@ def test_the_shards_of_a_node_are_those_that_its_ranks_read(manifest: Manifest, 
     assert [path.name for path in stream.find_needed_shards({0, 1, 2, 3}, 0, 17)] == names
 
 
+@pytest.mark.parametrize("n_cells", [53, 100, 101, 266, 533])
+def test_needed_shards_are_known_after_few_of_many_epochs(manifest: Manifest, n_cells: int) -> None:
+    stream = small_corpus.stream_of(manifest, max_cells=n_cells)
+    needed = stream.find_needed_shards({0}, 0, 10**15)
+    first_cells = range(0, n_cells, 100)
+    assert len(needed) == len(first_cells)
+    stream.close()
+
+
 def test_a_lane_without_cells_in_the_steps_needs_no_shard() -> None:
     # ten cells in four lanes and three steps: the step from cell 3 to 6 takes none of lane 2
     stream = Stream(lanes=4, block_cells=2, equal_steps=True)

@@ -328,7 +328,7 @@ class CellStream:
             stop = min(global_stop - epoch * per_epoch, per_epoch)
             epoch_order = make_epoch_order(self._order_rule, epoch)
             needed |= epoch_order.find_shards(lanes, start, stop)
-            if len(needed) == len(self._sha256):
+            if len(needed) == self._order_rule.n_shards:
                 break
         shards = enumerate(self._sha256.items())
         return {path: sha256 for number, (path, sha256) in shards if number in needed}

@@ -98,6 +98,11 @@ class OrderRule:
         return total if self.max_cells is None else min(total, self.max_cells)
 
     @property
+    def n_shards(self) -> int:
+        """Number of shards with cells that an epoch may read: the first in disk order."""
+        return int(np.searchsorted(row_offsets(self.shard_cells), self.n_cells))
+
+    @property
     def step_cells_per_lane(self) -> int:
         """Cells that a step takes of each lane, without `equal_steps`."""
         return self.options.global_batch // self.n_lanes
@@ -344,7 +349,8 @@ def _list_passes(rule: OrderRule, times_read: np.ndarray) -> BlockPasses:
     starts = np.concatenate([first + np.arange(0, n, block_cells) for first, n in shards])
     stops = np.append(starts[1:], len(times_read))
     passes: list[BlockPasses] = []
-    # cells that the next pass reads: ever fewer, because few cells are read often
+    # cells that the next pass reads: ever fewer, because few cells are read often. With `labelled_frac`,
+    # and far fewer cells with a level than without, there are about as many passes as reads
     remaining = np.flatnonzero(times_read)
     while len(remaining):
         pass_number = len(passes) + 1
