@@ -159,7 +159,8 @@ def test_a_tensor_stream_resumes_with_the_same_batches(step: int, folder: Path) 
         ),
         (
             {"stream": {"lanes": 16, "train_frac": 0.01}, "world_size": 16},
-            "results/corpora/pbmc/shards/manifest.json: train: 4 cells for 16 ranks; use fewer ranks",
+            "results/corpora/pbmc/shards/manifest.json: train: 4 of 429 cells (stream.train_frac 0.01) for 16 "
+            "ranks; raise stream.train_frac, or use fewer ranks",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
@@ -198,6 +199,13 @@ def test_a_missing_value_has_code_0(tmp_path: Path) -> None:
                 n_missing += 1
     assert n_missing == 30
     stream.close()
+
+
+def test_a_split_of_few_cells_is_named_with_its_cells(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "results/corpora/pbmc", 5)
+    refusal = r"json: train: 5 of 5 cells \(stream.train_frac 1\) for 8 ranks; use fewer ranks$"
+    with pytest.raises(DataError, match=refusal):
+        opened(tmp_path, world_size=8)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -165,8 +165,13 @@ class CellStream:
         self.n_cells = self._order_rule.n_cells
         self.steps_per_epoch = self._order_rule.steps_per_epoch
         if is_training and self.n_cells < n_ranks:
+            n_all = manifest.entry(split).n_obs
+            remedy = "use fewer ranks"
+            if self.n_cells < n_all:
+                remedy = "raise stream.train_frac, or use fewer ranks"
             raise DataError(
-                f"{manifest_path}: {split}: {self.n_cells} cells for {n_ranks} ranks; use fewer ranks"
+                f"{manifest_path}: {split}: {self.n_cells} of {n_all:,} cells (stream.train_frac "
+                f"{stream_options.train_frac:g}) for {n_ranks} ranks; {remedy}"
             )
         self.levels = manifest.levels(fields.level_columns)
         weight_columns = stream_options.weights_column() if is_training else {}
