@@ -2,8 +2,10 @@
 what they may see.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -483,6 +485,20 @@ def test_queried_genes_have_the_values_of_the_whole_cell() -> None:
         assert len(detected) == len(set(detected)) == min(hidden, 8)
         undetected = sum(query[0] == cell for query in asked) - len(detected)
         assert undetected == (0 if length == N_GENES else 2 * len(detected))
+
+
+@pytest.mark.parametrize("ratio", ["0.1", "0.3", "0.7", "1.1", "2.3"])
+def test_queries_are_rounded_up_from_the_exact_ratio(ratio: str) -> None:
+    batch = cells_of(tuple(range(1, N_GENES)))
+    view = _view(batch, undetected_ratio=float(ratio), min_hidden_frac=0.9, max_hidden_frac=0.98)
+    is_detected = view.queries.targets > 0
+    n_detected: Counter[int] = Counter()
+    n_undetected: Counter[int] = Counter()
+    for cell, counted in zip(view.queries.cells.tolist(), is_detected.tolist()):
+        (n_detected if counted else n_undetected)[cell] += 1
+    assert max(n_detected.values()) > 50
+    expected = {cell: math.ceil(n * Fraction(ratio)) for cell, n in n_detected.items()}
+    assert n_undetected == expected
 
 
 def test_undetected_genes_are_drawn_evenly() -> None:

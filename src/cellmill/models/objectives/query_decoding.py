@@ -188,7 +188,9 @@ class QueryDecoding(Objective):
         # `(C,)` each
         n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
         n_detected_queries = torch.bincount(detected_cells, minlength=len(batch.lengths))
-        n_queries = (n_detected_queries * self.config.undetected_ratio).ceil().long()
+        # a number just above an integer by a rounding error becomes this integer
+        n_expected = n_detected_queries.double() * self.config.undetected_ratio
+        n_queries = (n_expected - 1e-6).ceil().long()
         n_queries = torch.where(n_undetected_genes > 0, n_queries, 0)
         weights = draws.hidden_frac * n_undetected_genes / n_queries.clamp(min=1)
         # `(queries,)` each. A random number modulo the undetected genes of the cell chooses one of them
