@@ -53,9 +53,9 @@ class MaskedGene(MaskedObjective):
     def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide genes, or replace them by a random gene of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
-        if self.training and not self.hides_all:
-            random_token_ids = len(SPECIAL) + keyed_bits(mask.draws, REPLACEMENT_KEY) % self.n_genes
-            token_ids = torch.where(mask.replaced, random_token_ids, token_ids)
+        if mask.replaced.any():
+            draws = keyed_bits(mask.draws[mask.replaced], REPLACEMENT_KEY)
+            token_ids[mask.replaced] = len(SPECIAL) + draws % self.n_genes
         return {"token_ids": token_ids}
 
     def head_loss(

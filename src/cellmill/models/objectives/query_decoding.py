@@ -214,7 +214,7 @@ class QueryDecoding(Objective):
         queries = batch.queries
         weights = queries.importance_weights.double()
         # `(C,)`: factor that makes the mean weight of a cell's queries 1
-        sums = torch.zeros(n_cells, dtype=weights.dtype).index_add(0, queries.cells, weights)
+        sums = torch.bincount(queries.cells, weights, n_cells)
         scale = torch.bincount(queries.cells, minlength=n_cells) / sums
         return QueryBatch.from_batch(
             batch,
