@@ -213,8 +213,8 @@ class Objective:
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Choose the tokens of a batch, on the CPU, that the model is given; by default all.
 
-        A pure function of (seed, step, cell) and the cell's counts. A subclass of Batch carries what
-        `prepare` needs of hidden tokens.
+        A pure function of (seed, step, cell) and the cell's counts in their order. A subclass of Batch
+        carries what `prepare` needs of hidden tokens.
         """
         return batch
 

@@ -7,8 +7,9 @@ loss the hidden part is a second view of the cell, in the same batch. Complement
 Poisson counts are independent given the cell's expression (Neufeld et al. 2022, count splitting).
 Two separate draws from the same counts are not.
 
-A view is a function of (seed, step, cell) and the cell's counts: equal in every layout and in every
-batch.
+A view is a function of (seed, step, cell) and the cell's counts in their order: equal in every layout
+and in every batch. The draw of a token is keyed by its position in the cell, so shards whose genes have
+another order (`shard.order`) have other views.
 """
 
 from dataclasses import dataclass
