@@ -247,6 +247,10 @@ def test_iterating_again_repeats_no_cell(manifest: Manifest) -> None:
         ({}, {"step": 17}, "expected a state of step 0 to 16 of an epoch, got step 17 of epoch 0"),
         ({}, {"step": -1}, "got step -1 of epoch 0"),
         ({}, {"epoch": -1}, "got step 0 of epoch -1"),
+        ({}, {"epoch": "x"}, "got step 0 of epoch 'x'; load one that"),
+        ({}, {"step": None}, "got step None of epoch 0; load"),
+        ({}, {"step": 3.7}, "of an epoch, got step 3.7 of epoch 0; load"),
+        ({}, {"step": True}, "got step True of epoch 0; load"),
     ],
     ids=str,
 )
@@ -262,7 +266,8 @@ def test_a_state_of_another_stream_is_refused_with_both_values(
 
 def test_an_option_that_a_state_lacks_had_its_default(manifest: Manifest) -> None:
     state = stream_of(manifest).state_dict()
-    del state["equal_steps"], state["train_frac"], state["weight_by"], state["max_repeats"]
+    for name in ("equal_steps", "train_frac", "weight_by", "max_repeats", "columns"):
+        del state[name]
     stream = stream_of(manifest)
     stream.load_state_dict(state)
     equal = stream_of(manifest, options={"equal_steps": True})

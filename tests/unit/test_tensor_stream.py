@@ -135,6 +135,44 @@ def test_a_tensor_stream_resumes_with_the_same_batches(step: int, folder: Path) 
 
 
 @pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ({}, []),
+        ({"columns": ["bulk_labels"], "number_columns": ["age"]}, ["bulk_labels", "age"]),
+    ],
+    ids=["fewer", "more"],
+)
+def test_a_state_of_other_columns_names_them(
+    folder: Path, options: dict[str, Any], columns: list[str]
+) -> None:
+    saved = opened(folder, columns=["bulk_labels"])
+    stream = opened(folder, **options)
+    with pytest.raises(ConfigError) as refused:
+        stream.load_state_dict(saved.state_dict())
+    assert str(refused.value) == (
+        f"expected obs columns ['bulk_labels'], as in the checkpoint, got {columns}; read the same columns, or "
+        "start a new run"
+    )
+    saved.close()
+    stream.close()
+
+
+def test_a_loaded_state_ends_a_loop_and_starts_the_next(folder: Path) -> None:
+    stream = opened(folder)
+    batches = epochs(stream, 1)[0]
+    state = stream.state_dict() | {"epoch": 0, "step": 2}
+    seen = 0
+    for _ in stream:
+        seen += 1
+        if seen == 3:
+            stream.load_state_dict(state)
+    assert seen == 3
+    for one, other in zip(stream, batches[2:], strict=True):
+        assert_same(one, other)
+    stream.close()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"global_batch": 12}, "global_batch: expected a multiple of stream.lanes 8, got 12"),

@@ -176,6 +176,7 @@ class CellStream:
         self.levels = manifest.levels(fields.level_columns)
         weight_columns = stream_options.weights_column() if is_training else {}
         columns_with_levels = sorted({*fields.level_columns, *weight_columns})
+        self._columns = [*columns_with_levels, *sorted(fields.number_columns)]
         self.fingerprint = manifest.fingerprint_with(columns_with_levels, fields.number_columns)
         self._step_reader = StepReader(
             self._shards, self._order_rule, data_rank, stream_options.io_threads
@@ -208,7 +209,7 @@ class CellStream:
 
         Every rank yields equally many per step, so some may be empty. In training the stream is endless,
         and starts at the state that was loaded last, or where the last iteration ended. Otherwise it is
-        one epoch, always from the start. A new iteration ends an earlier one.
+        one epoch, always from the start. The first step of a new iteration ends an earlier one.
         """
         if self._closed:
             raise RuntimeError("the stream is closed")
@@ -249,21 +250,23 @@ class CellStream:
         """Return what `load_state_dict` needs to continue.
 
         These are the epoch of the next batches, their step in it, the options that fix the order of
-        cells, and the fingerprint.
+        cells, the obs columns that batches and weights read, and the fingerprint.
         """
         return {
             "epoch": self._epoch,
             "step": self._step,
             **_options_in_state(self._order_rule),
+            "columns": self._columns,
             "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, which may come from a run with another number of ranks.
 
-        Raises ConfigError if an option that fixes the order differs, or if this stream is not for
-        training. Raises DataError if `state` is incomplete, the shards or obs columns differ, or an
-        epoch of this split has no such step.
+        Ends an iteration in progress: a loop over it ends without an error. Raises ConfigError if an
+        option that fixes the order differs, if other obs columns are read, or if this stream is not
+        for training. Raises DataError if `state` is incomplete, the shards or the contents of obs
+        columns differ, or an epoch of this split has no such step.
         """
         if not self._order_rule.options.is_training:
             raise ConfigError(
@@ -272,11 +275,12 @@ class CellStream:
             )
         # an option that a state of an earlier version lacks had the effect of its default
         has_weights = state.get("weight_by") is not None
-        state = _stream_options_in_state(Stream.model_validate({}), has_weights) | state
+        defaults = _stream_options_in_state(Stream.model_validate({}), has_weights)
+        state = {"columns": self._columns} | defaults | state
         self._check_state(state)
         self._stop_tokenizing()
-        self._epoch = int(state["epoch"])
-        self._step = int(state["step"])
+        self._epoch = state["epoch"]
+        self._step = state["step"]
 
     def _check_state(self, state: dict[str, Any]) -> None:
         """Raise the errors of `load_state_dict` for a state that this stream cannot continue."""
@@ -294,20 +298,26 @@ class CellStream:
                     f"{section}.{name} is {as_yaml(now)}, but {as_yaml(before)} in the checkpoint, and defines the "
                     f"order of cells; set it back to {as_yaml(before)}, or start a new run"
                 )
-        # checked after the options: a changed `weight_by` changes the fingerprint too, and its own error
-        # is clearer
+        # checked after the options: a changed `weight_by` changes columns and fingerprint too, and its
+        # own error is clearer
+        if state["columns"] != self._columns:
+            raise ConfigError(
+                f"expected obs columns {state['columns']}, as in the checkpoint, got {self._columns}; read the same "
+                "columns, or start a new run"
+            )
         fingerprint = state["fingerprint"]
         if fingerprint != self.fingerprint:
             raise DataError(
                 f"expected cells and obs columns of fingerprint {fingerprint}, as in the checkpoint, got "
                 f"{self.fingerprint}: restore the shards and columns that the run was trained on, or start a new run"
             )
-        epoch = int(state["epoch"])
-        step = int(state["step"])
-        if epoch < 0 or not 0 <= step < self.steps_per_epoch:
+        epoch = state["epoch"]
+        step = state["step"]
+        are_integers = type(epoch) is int and type(step) is int
+        if not are_integers or epoch < 0 or not 0 <= step < self.steps_per_epoch:
             raise DataError(
-                f"expected a state of step 0 to {self.steps_per_epoch - 1:,} of an epoch, got step {step:,} of epoch "
-                f"{epoch:,}; load one that state_dict has returned for this split"
+                f"expected a state of step 0 to {self.steps_per_epoch - 1:,} of an epoch, got step {step!r} of epoch "
+                f"{epoch!r}; load one that state_dict has returned for this split"
             )
 
     def name_cells(self, cell_ids: np.ndarray) -> list[str]:
