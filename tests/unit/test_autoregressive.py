@@ -152,7 +152,7 @@ def test_genes_are_scored_among_those_not_yet_generated() -> None:
         prior_states = model.objective.select_prior_states(model, model.states(prepared), prepared)
         logits = (prior_states @ model.gene_embedding.weight.T + model.gene_bias)[:, 2:].double()
     by_rank = np.random.default_rng(1).integers(0, 9, (6, N_GENES))
-    train = GeneStatistics(by_rank.sum(0), np.full(N_GENES, 2.0), 2.0, 9, by_rank)
+    statistics = GeneStatistics(by_rank.sum(0), np.full(N_GENES, 2.0), 2.0, 9, by_rank)
     overall = (by_rank.sum(0) + 1) / (by_rank.sum() + N_GENES)
     entropies = []
     hits = []
@@ -169,7 +169,7 @@ def test_genes_are_scored_among_those_not_yet_generated() -> None:
             entropies.append((-of_model[at], -frequency[at]))
             hits.append((of_model.argmax() == at, frequency.argmax() == at))
             left[gene] = False
-    figures, verdicts = model.objective.judge(*observed, train=train)
+    figures, verdicts = model.objective.judge(*observed, statistics=statistics)
     names = ("cross_entropy", "cross_entropy_rank_frequency", "accuracy", "accuracy_rank_frequency")
     expected = [*np.mean(entropies, axis=0), *np.mean(hits, axis=0)]
     assert [figures[name] for name in names] == pytest.approx(expected, rel=1e-5)

@@ -342,12 +342,12 @@ def _statistics(**profiles: np.ndarray) -> GeneStatistics:
 
 def test_a_model_is_compared_with_the_mean_profile() -> None:
     objective = decoding_model("profile").objective
-    train = _statistics(log_count_profile=np.array([0.5, 0.005, 0.495]))
+    statistics = _statistics(log_count_profile=np.array([0.5, 0.005, 0.495]))
     genes = np.array([0, 2, 0])
     weights = np.array([0.5, 0.5, 1.0])
     per_cell = np.array([0.5, 0.5, 1.0])
     log_p = np.log([0.6, 0.3, 0.6])
-    figures, [verdict] = objective.judge(genes, log_p, weights, per_cell, train=train)
+    figures, [verdict] = objective.judge(genes, log_p, weights, per_cell, statistics=statistics)
     # two cells, one with half of its weight on the first gene and half on the third, and one
     # with all of it on the first
     own = -(1.5 * np.log(0.6) + 0.5 * np.log(0.3)) / 2
@@ -361,12 +361,14 @@ def test_a_model_is_compared_with_the_mean_profile() -> None:
 
 def test_both_cross_entropies_are_summed_in_float64() -> None:
     objective = decoding_model("profile").objective
-    train = _statistics(log_count_profile=np.array([2 / 3, 1 / 3]))
+    statistics = _statistics(log_count_profile=np.array([2 / 3, 1 / 3]))
     random = np.random.default_rng(0)
     fractions = random.random(1000, np.float32)
     log_p = -random.random(1000, np.float32)
     genes = np.zeros(1000, np.int64)
-    figures, _ = objective.judge(genes, log_p, fractions, np.full(1000, 1e-3), train=train)
+    figures, _ = objective.judge(
+        genes, log_p, fractions, np.full(1000, 1e-3), statistics=statistics
+    )
     expected = -(fractions.astype(np.float64) * log_p.astype(np.float64)).sum()
     assert figures["cross_entropy"] == pytest.approx(expected, rel=1e-12)
 
@@ -387,9 +389,11 @@ def test_the_baseline_is_a_profile_of_the_targets_scale(
     model = build(
         spec(N_GENES, tokens, LEVELS, objective="cell_decoding", **FAMILIES["encoder"], **options)
     )
-    train = _statistics(log_count_profile=np.array([0.5]), count_profile=np.array([0.25]))
+    statistics = _statistics(log_count_profile=np.array([0.5]), count_profile=np.array([0.25]))
     one = np.ones(1)
-    figures, [verdict] = model.objective.judge(np.zeros(1, int), -one, one, one, train=train)
+    figures, [verdict] = model.objective.judge(
+        np.zeros(1, int), -one, one, one, statistics=statistics
+    )
     assert verdict.compared == f"prediction of the {compared}"
     assert verdict.against == "the mean profile of training cells"
     assert figures["cross_entropy_mean_profile"] == pytest.approx(-np.log(share))
@@ -417,13 +421,13 @@ def test_the_loss_of_a_model_covers_only_hidden_counts() -> None:
 
 
 def test_means_are_scored_like_counts() -> None:
-    train = _statistics(count_profile=np.full(60, 1 / 60))
+    statistics = _statistics(count_profile=np.full(60, 1 / 60))
     figures = []
     for options in ({"weights": "counts"}, {"likelihood": "nb"}):
         model = decoding_model("profile", **options)
         tensors = model.objective.observe(model, prepare(model, cells_of()))
         observed = [tensor.detach().numpy() for tensor in tensors]
-        figures.append(model.objective.judge(*observed, train=train)[0])
+        figures.append(model.objective.judge(*observed, statistics=statistics)[0])
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
 
 
@@ -570,12 +574,12 @@ def test_a_model_is_compared_with_the_mean_including_zeros() -> None:
     objective = initialized(query_spec("profile")).objective
     n_cells = np.array([59, 0])
     means = np.array([2.0, 1.0])  # of cells with the gene; over all 118 cells 1 and 0
-    train = GeneStatistics(n_cells, means, 2.0, 118)
+    statistics = GeneStatistics(n_cells, means, 2.0, 118)
     genes = np.array([0, 0, 1])
     values = np.array([3.0, 0.0, 0.0])
     weights = np.array([2.0, 1.0, 1.0])
     answers = np.array([2.0, 0.5, 0.5])
-    figures, [verdict] = objective.judge(genes, values, answers, weights, train=train)
+    figures, [verdict] = objective.judge(genes, values, answers, weights, statistics=statistics)
     own = (2 * 1.0 + 0.25 + 0.25) / 4
     base = (2 * 4.0 + 1.0 + 0.0) / 4
     explained = 1 - own / base
@@ -586,7 +590,7 @@ def test_a_model_is_compared_with_the_mean_including_zeros() -> None:
     assert verdict.outcome == "ahead"
     assert verdict.difference == pytest.approx(explained)
     means = np.array([1.0, 1.0, 0.0])
-    _, verdicts = objective.judge(genes, means, means, weights, train=train)
+    _, verdicts = objective.judge(genes, means, means, weights, statistics=statistics)
     assert verdicts == []
 
 

@@ -87,7 +87,9 @@ def test_the_loss_is_the_weighted_cross_entropy() -> None:
         torch.from_numpy(run_head(model, vectors.detach().numpy(), model.objective.predict)),
         observed,
     )
-    figures, verdicts = model.objective.judge(labels.numpy(), observed.detach().numpy(), train=None)
+    figures, verdicts = model.objective.judge(
+        labels.numpy(), observed.detach().numpy(), statistics=None
+    )
     assert figures["cross_entropy"] == pytest.approx(
         F.cross_entropy(logits, expected).item(), rel=1e-5
     )
@@ -118,10 +120,10 @@ def test_calibration_is_measured_with_the_temperature() -> None:
     objective = _model().objective
     logits = rng.normal(0, 3, (40, 3)).astype(np.float32)
     labels = rng.integers(0, 3, 40)
-    figures, _ = objective.judge(labels, logits, train=None)
+    figures, _ = objective.judge(labels, logits, statistics=None)
     assert "calibration_error" not in figures
     objective.temperature = 2.5
-    figures, _ = objective.judge(labels, logits, train=None)
+    figures, _ = objective.judge(labels, logits, statistics=None)
     assert figures["calibration_error"] == pytest.approx(_expected_error(logits, labels, 2.5))
     assert figures["calibration_error_uncalibrated"] == pytest.approx(
         _expected_error(logits, labels, 1.0)
@@ -152,7 +154,7 @@ def test_a_hidden_label_reverses_only_the_vector_gradient() -> None:
     for name, expected in gradients[0].items():
         factor = 1 if name.startswith("label_head") else -0.25
         torch.testing.assert_close(gradients[1][name], factor * expected, msg=name)
-    figures, verdicts = model.objective.judge(np.array([0, 2]), np.eye(3)[:2], train=None)
+    figures, verdicts = model.objective.judge(np.array([0, 2]), np.eye(3)[:2], statistics=None)
     assert (figures["accuracy"], verdicts) == (0.5, []), "a leak is not better than a baseline"
     assert (
         len(find_classifications(_model().objective)),
@@ -423,7 +425,7 @@ def test_the_judge_reports_errors_in_the_unit_of_the_column(loss: str) -> None:
     numbers = rng.integers(0, 6, 50).astype(np.float32)  # many ties
     predicted = (numbers + rng.normal(0, 2, 50)).round(1).astype(np.float32)
     objective = config.load()(config, Tokens.model_validate({}))
-    figures, _ = objective.judge(numbers, predicted, train=None)
+    figures, _ = objective.judge(numbers, predicted, statistics=None)
     assert figures["spearman"] == pytest.approx(scipy.stats.spearmanr(numbers, predicted).statistic)
     assert figures["pearson"] == pytest.approx(scipy.stats.pearsonr(numbers, predicted).statistic)
     own = {name: figures.get(name) for name in ("root_mean_squared_error", "mean_absolute_error")}
@@ -443,9 +445,9 @@ def test_equal_predictions_have_errors_and_no_correlation(loss: str) -> None:
     numbers = np.array([-1, 0, 1, 2], np.float32)
     equal = np.ones(4, np.float32)
     for targets in (equal, equal[:0]):
-        judged = objective.judge_observed(targets, targets, train=None)
+        judged = objective.judge_observed(targets, targets, statistics=None)
         assert judged == ({"n_targets": len(targets)}, [])
-    figures, verdicts = objective.judge(numbers, equal, train=None)
+    figures, verdicts = objective.judge(numbers, equal, statistics=None)
     if loss == "pearson":  # predictions have no unit
         assert (figures, verdicts) == ({"n_targets": 4}, [])
         return

@@ -88,23 +88,22 @@ def test_values_are_scored_as_numpy_would() -> None:
     genes = random.integers(0, 5, 400)
     targets = random.normal(size=400)
     predicted = random.normal(size=400)
-    train = GeneStatistics(np.full(5, 9), random.normal(size=5), 0.3, 9)
-    figures, _ = _objective("masked_value").judge(genes, targets, predicted, train=train)
+    statistics = GeneStatistics(np.full(5, 9), random.normal(size=5), 0.3, 9)
+    figures, _ = _objective("masked_value").judge(genes, targets, predicted, statistics=statistics)
     sse = ((targets - predicted) ** 2).sum()
-    assert figures["r2_over_gene_mean"] == pytest.approx(
-        1 - sse / ((targets - train.mean[genes]) ** 2).sum()
-    )
+    means = statistics.mean[genes]
+    assert figures["r2_over_gene_mean"] == pytest.approx(1 - sse / ((targets - means) ** 2).sum())
     assert figures["r2_over_global_mean"] == pytest.approx(1 - sse / ((targets - 0.3) ** 2).sum())
-    centred = np.corrcoef(targets - train.mean[genes], predicted - train.mean[genes])[0, 1]
+    centred = np.corrcoef(targets - means, predicted - means)[0, 1]
     assert figures["pearson_gene_centred"] == pytest.approx(centred)
 
 
 def test_masked_genes_are_compared_with_their_frequency() -> None:
-    train = GeneStatistics(np.array([6, 1, 0]), np.zeros(3), 0.0, 7)
+    statistics = GeneStatistics(np.array([6, 1, 0]), np.zeros(3), 0.0, 7)
     correct = np.array([1, 0, 0, 0], bool)
     cross_entropy = np.array([0.1, 2, 3, 3.0])
     figures, verdicts = _objective("masked_gene").judge(
-        np.array([0, 0, 1, 2]), correct, cross_entropy, train=train
+        np.array([0, 0, 1, 2]), correct, cross_entropy, statistics=statistics
     )
     frequency = np.log(np.array([7, 7, 2, 1]) / 10)
     assert figures["accuracy"] == 0.25

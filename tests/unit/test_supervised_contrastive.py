@@ -147,15 +147,17 @@ def test_metrics_are_compared_with_collapsed_vectors() -> None:
     objective = _model("profile").objective
     z = F.normalize(torch.randn(6, 4, generator=seeded(0)), dim=1)
     labels = [1, 1, 2, 2, 2, 3]
-    train = GeneStatistics(np.ones(1, np.int64), np.ones(1), 1.0, 1)
-    figures, (verdict,) = objective.judge(np.array(labels), z.numpy(), train=train)
+    statistics = GeneStatistics(np.ones(1, np.int64), np.ones(1), 1.0, 1)
+    figures, (verdict,) = objective.judge(np.array(labels), z.numpy(), statistics=statistics)
     loss = float(_reference(z, labels, 0.1)) / 6
     collapsed = 5 / 6 * math.log(5)  # five cells share a label, each with five other cells
     assert figures["supervised_contrastive"] == pytest.approx(loss, rel=1e-5)
     assert figures["supervised_contrastive_alike"] == pytest.approx(collapsed)
     assert verdict.difference == pytest.approx(loss - collapsed, rel=1e-5)
     for labels in ([1], [1, 3, 2]):
-        unpaired = objective.judge(np.array(labels), z[: len(labels)].numpy(), train=train)
+        unpaired = objective.judge(
+            np.array(labels), z[: len(labels)].numpy(), statistics=statistics
+        )
         assert unpaired == ({"n_targets": len(labels)}, [])
 
 

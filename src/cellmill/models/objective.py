@@ -266,13 +266,13 @@ class Objective:
         """
         return {}
 
-    def judge_observed(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge_observed(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score the observed targets by `judge`; without a target, return only `n_targets`."""
         if observed and not len(observed[0]):
             return {"n_targets": 0}, []
-        return self.judge(*observed, train=train)
+        return self.judge(*observed, statistics=statistics)
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score the observed targets: metrics, and verdicts against a baseline without a model.
 
         Metric `n_targets` is the number of targets, counted as in training. There is at least one.

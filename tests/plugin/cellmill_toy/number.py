@@ -37,7 +37,7 @@ class Number(CellObjective):
         return functional.mse_loss(predicted, prepared.targets, reduction="sum")
 
     def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
+        self, *observed: np.ndarray, statistics: GeneStatistics
     ) -> tuple[dict[str, Any], list[Verdict]]:
         """R² beside the mean of the cells."""
         targets, predicted = observed

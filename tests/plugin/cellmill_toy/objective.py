@@ -92,12 +92,12 @@ class NextGene(Objective):
         return prepared.targets - len(SPECIAL), logits.argmax(1) == prepared.targets
 
     def judge(
-        self, *observed: np.ndarray, train: GeneStatistics
+        self, *observed: np.ndarray, statistics: GeneStatistics
     ) -> tuple[dict[str, Any], list[Verdict]]:
         """Accuracy beside that of always naming the most frequent gene."""
         genes, correct = observed
         accuracy = float(correct.mean())
-        frequent = float((genes == int(train.n_tokens.argmax())).mean())
+        frequent = float((genes == int(statistics.n_tokens.argmax())).mean())
         figures = {"n_targets": len(genes), "accuracy": accuracy, "accuracy_frequency": frequent}
         return figures, [
             compare("next gene", "the most frequent gene", "accuracy", accuracy - frequent)

@@ -60,8 +60,8 @@ class Reconstruct(Task):
         for head, classifier in find_classifiers(network, context.model.config).values():
             # changes the network that all tasks share: harmless, because only `judge` reads temperature
             head.temperature = (classifier["calibration"] or {}).get("temperature")
-        train = context.model.gene_statistics
-        metrics, verdicts = network.objective.judge_observed(*arrays, train=train)
+        statistics = context.model.gene_statistics
+        metrics, verdicts = network.objective.judge_observed(*arrays, statistics=statistics)
         figures, notes = _describe_unknown_labels(context, network, cells)
         return TaskResult(
             figures={"n_cells": len(cells)} | metrics | figures, verdicts=verdicts, notes=notes

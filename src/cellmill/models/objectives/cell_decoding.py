@@ -320,7 +320,7 @@ class CellDecoding(Objective):
             cell_weights=(1 / prepared.entry_starts.diff().double())[entry_rows],
         )
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score the cross-entropy of the model against the mean profile of training cells.
 
         The profile is the mean over these cells of the fractions of their whole expression, in the scale
@@ -329,7 +329,9 @@ class CellDecoding(Objective):
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)
         log_p = entries.log_p.astype(np.float64)
-        mean_profile = train.log_count_profile if self.predicts_log_counts else train.count_profile
+        mean_profile = statistics.count_profile
+        if self.predicts_log_counts:
+            mean_profile = statistics.log_count_profile
         assert mean_profile is not None, "statistics without profiles"
         n_cells = entries.cell_weights.sum()
         loss = float(-(fractions * log_p).sum() / n_cells)

@@ -90,7 +90,7 @@ class Classification(LabelObjective):
         logits: Tensor = getattr(model, self.head_name)(vectors, cell_keys)
         return logits[:, : len(self.label_names)].float()
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score logits against the frequencies of the labels in the same cells.
 
         A label that the model hides has no verdict.

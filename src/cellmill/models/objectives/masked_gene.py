@@ -83,17 +83,18 @@ class MaskedGene(MaskedObjective):
             losses=F.cross_entropy(logits, targets, reduction="none"),
         )
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score predicted genes against the most frequent gene and the frequencies of all genes."""
         genes, is_correct, losses = GeneObservations(*observed)
+        n_tokens = statistics.n_tokens
         # add one, so that no gene has frequency 0
-        frequency = (train.n_tokens + 1) / (train.n_tokens.sum() + len(train.n_tokens))
+        frequency = (n_tokens + 1) / (n_tokens.sum() + len(n_tokens))
         baseline_loss = float(-np.log(frequency[genes]).mean())
         loss = float(losses.astype(np.float64).mean())
         metrics = {
             "n_targets": len(genes),
             "accuracy": float(is_correct.mean()),
-            "accuracy_frequency": float((genes == int(train.n_tokens.argmax())).mean()),
+            "accuracy_frequency": float((genes == int(n_tokens.argmax())).mean()),
             "cross_entropy": loss,
             "cross_entropy_frequency": baseline_loss,
         }

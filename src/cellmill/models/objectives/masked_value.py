@@ -122,7 +122,7 @@ class MaskedValue(MaskedObjective):
             predicted=predicted,
         )
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score predicted values against the means of the gene and of all tokens, in training cells.
 
         In a view only the error is given: a view's values are made from its shown counts, and the
@@ -135,9 +135,9 @@ class MaskedValue(MaskedObjective):
         metrics: dict[str, Any] = {"n_targets": len(values), "mse": mse}
         if self.in_view:
             return metrics, []
-        gene_means = train.mean[observations.genes]
+        gene_means = statistics.mean[observations.genes]
         mse_gene_mean = float(np.mean((values - gene_means) ** 2))
-        mse_global_mean = float(np.mean((values - train.global_mean) ** 2))
+        mse_global_mean = float(np.mean((values - statistics.global_mean) ** 2))
         r2 = r2_over(mse_gene_mean, mse)
         metrics |= {
             "r2_over_gene_mean": r2,

@@ -223,13 +223,14 @@ class NextGene(Objective):
             losses=F.cross_entropy(logits, token_ids, reduction="none"),
         )
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score predicted genes against `RankBaseline`, and values if the model predicts them."""
         n_fields = len(NextGeneObservations._fields)
         genes, position, is_correct, losses = NextGeneObservations(*observed[:n_fields])
         value_arrays = observed[n_fields:]
-        assert train.by_rank is not None, "statistics without ranks"
-        baseline_is_correct, baseline_losses = RankBaseline(train.by_rank).score(genes, position)
+        assert statistics.by_rank is not None, "statistics without ranks"
+        baseline = RankBaseline(statistics.by_rank)
+        baseline_is_correct, baseline_losses = baseline.score(genes, position)
         loss = float(losses.astype(np.float64).mean())
         baseline_loss = float(baseline_losses.mean())
         metrics: dict[str, Any] = {
@@ -246,7 +247,7 @@ class NextGene(Objective):
             observations = NextValueObservations(*value_arrays)
             values, predicted = (array.astype(np.float64) for array in observations)
             error = float(np.square(values - predicted).sum())
-            baseline_error = float(np.square(values - train.mean[genes]).sum())
+            baseline_error = float(np.square(values - statistics.mean[genes]).sum())
             r2 = r2_over(baseline_error, error)
             metrics["value_r2_over_gene_mean"] = r2
             verdicts += r2_verdicts("prediction of the next value", "the gene's training mean", r2)

@@ -259,14 +259,14 @@ class QueryDecoding(Objective):
             weights=prepared.query_weights,
         )
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score mean squared errors, zeros included: of the model, and of the gene's training mean."""
         queries = QueryObservations(*observed)
         values = queries.values.astype(np.float64)
         predicted = queries.predicted.astype(np.float64)
         weights = queries.weights.astype(np.float64)
         # mean over all training cells: detection rate times the mean of detected values
-        means = (train.n_tokens / train.n_cells * train.mean)[queries.genes]
+        means = (statistics.n_tokens / statistics.n_cells * statistics.mean)[queries.genes]
         mse = float(np.average(np.square(values - predicted), weights=weights))
         baseline_mse = float(np.average(np.square(values - means), weights=weights))
         r2 = r2_over(baseline_mse, mse)

@@ -137,7 +137,7 @@ class Regression(CellObjective):
             return {}
         return {"pearson": covariance / math.sqrt(x_variance * y_variance)}
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score standardised predictions: correlations and, unless the loss is pearson, errors.
 
         Constant targets get no score, and constant predictions no correlation.

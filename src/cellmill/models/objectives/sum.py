@@ -182,7 +182,7 @@ class Sum(Objective):
             observed += tensors
         return torch.tensor(n_tensors), *observed
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score every part; its metrics get the prefix of its name."""
         metrics: dict[str, Any] = {}
         verdicts: list[Verdict] = []
@@ -191,7 +191,9 @@ class Sum(Objective):
         n_by_part = n_tensors[: len(self.parts)].tolist()
         all_arrays = iter(arrays)
         for (name, part), n in zip(self.parts.items(), n_by_part):
-            part_metrics, part_verdicts = part.judge_observed(*islice(all_arrays, n), train=train)
+            part_metrics, part_verdicts = part.judge_observed(
+                *islice(all_arrays, n), statistics=statistics
+            )
             metrics |= {f"{name}.{key}": value for key, value in part_metrics.items()}
             verdicts += part_verdicts
         return metrics, verdicts

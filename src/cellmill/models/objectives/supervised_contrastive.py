@@ -60,7 +60,7 @@ class SupervisedContrastive(LabelObjective):
         (rows,) = self.coupled_rows(model, model.states(prepared), prepared)
         return prepared.targets, rows[:, 1:]
 
-    def judge(self, *observed: np.ndarray, train: GeneStatistics) -> Judgement:
+    def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score the mean loss against the loss if all vectors were equal.
 
         There is no score if no two cells share a label.
