@@ -53,7 +53,7 @@ class _Hub(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
-            server.repos[name] = {}
+            server.repos.setdefault(name, {})
             server.private[name] = asked.get("visibility") == "private" or asked.get(
                 "private", False
             )
@@ -71,6 +71,8 @@ class _Hub(BaseHTTPRequestHandler):
                     server.repos[name][entry["value"]["path"]] = base64.b64decode(
                         entry["value"]["content"]
                     )
+                elif entry["key"] == "deletedFile":
+                    del server.repos[name][entry["value"]["path"]]
             self._answer({"commitUrl": f"{server.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             self._answer({"error": self.path}, 404)
@@ -269,6 +271,22 @@ def test_a_pulled_model_keeps_no_file_of_an_earlier_one(
         assert done[0] == 0, done[2]
     left = {path for out in folders for path in out.rglob("*") if path.is_file()}
     assert left == {*own, *(out / name for out in folders for name in files)}
+
+
+def test_a_pushed_model_keeps_no_file_of_an_earlier_one(
+    hub: Any, run_folder: Path, tmp_path: Path
+) -> None:
+    own = {"notes.txt": b"mine", "adapter/notes.txt": b"mine"}
+    earlier = ("adapter/adapter_model.safetensors", "ridge.safetensors", "config.json")
+    hub.repos["me/again"] = own | dict.fromkeys(earlier, b"earlier")
+    words = ["push", "--model", str(run_folder / "model"), "--repo", "me/again", "--licence", "mit"]
+    [done] = _cellmill(hub, tmp_path / "home", (words, "hf_secret"))
+    assert done[0] == 0, done[2]
+    found = hub.repos["me/again"]
+    assert {name: found[name] for name in own} == own
+    assert b"earlier" not in found.values()
+    taken = {"README.md", "metrics.json", "cells.digest", "config.json"}
+    assert found.keys() - own.keys() == taken | {"model.safetensors", "vocabulary.tsv"}
 
 
 def test_a_folder_without_a_model_leaves_nothing_on_the_hub(

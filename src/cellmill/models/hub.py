@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from cellmill.config.plugin import in_one_line
 from cellmill.config.published import HUB_MODEL
@@ -18,7 +19,12 @@ from cellmill.files import atomic_path
 from cellmill.models.export import load_model
 
 try:
-    from huggingface_hub import CommitOperationAdd, HfApi, snapshot_download
+    from huggingface_hub import (
+        CommitOperationAdd,
+        CommitOperationDelete,
+        HfApi,
+        snapshot_download,
+    )
 except ImportError:
     raise ConfigError(
         "the package huggingface_hub is not installed; pip install 'cellmill[hub]'"
@@ -41,7 +47,7 @@ SCHEME = "hf://"
 def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool) -> str:
     """Upload a model folder in one commit with README.md `card`, and return its URL.
 
-    The folder is loaded first. Raise UserError.
+    The folder is loaded first. Files of an earlier model are removed. Raise UserError.
     """
     name, revision = split_name(repo)
     token = _token()
@@ -56,7 +62,7 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
     contents["README.md"] = card.encode()
     if metrics is not None:
         contents["metrics.json"] = str(metrics)
-    added = [CommitOperationAdd(file, content) for file, content in contents.items()]
+    changes: list[Any] = [CommitOperationAdd(file, content) for file, content in contents.items()]
     api = HfApi(token=token)
     with _name_errors(name):
         api.create_repo(name, private=private, exist_ok=True)
@@ -64,7 +70,11 @@ def push(folder: Path, repo: str, card: str, metrics: Path | None, private: bool
             raise ConfigError(
                 f"{name} exists and is public; make it private on the hub, or leave out --private"
             )
-        done = api.create_commit(name, added, commit_message="Model of cellmill", revision=revision)
+        earlier = {*FILES} & {*api.list_repo_files(name, revision=revision)}
+        changes += [CommitOperationDelete(file) for file in sorted(earlier - contents.keys())]
+        done = api.create_commit(
+            name, changes, commit_message="Model of cellmill", revision=revision
+        )
     return str(done.commit_url)
 
 
