@@ -161,7 +161,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
 NAMED = MODELS | OTHERS | STUDENTS
 STEPS: dict[str, int | str] = {"profile": "auto", "encoder0": 400}
 """Optimizer steps by the first part of a model's name; 250 for models with attention, which take
-about the time of `profile` on a panel and half of it on whole transcriptomes.
+about the time of `profile` on hundreds of genes and half of it on whole transcriptomes.
 """
 TASKS: dict[str, dict[str, Any]] = {
     "probe": {"seeds": 5, "neighbors": 5},  # some classes have fewer than 15 cells

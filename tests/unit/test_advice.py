@@ -23,7 +23,7 @@ BEHIND = [*["level"] * 19, "behind"]
 COLLAPSING = [LoggedLineSchema(step=2, effective_rank=1.2)]
 SUPERVISED = ModelSchema(supervised_by=["cell_type"])
 BASELINES = (
-    "with few counts or few measured genes, models were ahead of baselines on two of four datasets, the panels PBMC "
+    "with few counts or few measured genes, models were ahead of baselines on two of four datasets, PBMC of few genes "
     "and MERFISH (docs/quality.md, Where a trained model is worth it)"
 )
 OPTIONS = {

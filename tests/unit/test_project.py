@@ -51,7 +51,7 @@ tokens:
   max_tokens: 32768  # all genes of a cell: family profile reads them at little cost
 
 model:
-  family: profile  # 75 genes, a panel: ahead of baselines where cells have few counts or genes
+  family: profile  # 75 genes, a panel or a selection: ahead of baselines where cells have few counts or genes
   hidden: 128  # wider gained nothing on a few thousand cells
   layers: 1
 

@@ -162,7 +162,7 @@ def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
     return (
         f"take the best baseline, which costs less: of {with_noun(len(outcomes), 'comparison')} with it, the "
         f"model is ahead in none and behind in {n_behind or 'none'}; with few counts or few measured genes, "
-        "models were ahead of baselines on two of four datasets, the panels PBMC and MERFISH "
+        "models were ahead of baselines on two of four datasets, PBMC of few genes and MERFISH "
         "(docs/quality.md, Where a trained model is worth it)"
     )
 
