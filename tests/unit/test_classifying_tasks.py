@@ -26,6 +26,7 @@ from cellmill.config.evaluate import Evaluate
 from cellmill.config.parts.tasks import FewShotConfig, LeaveOutConfig, LowDepthConfig, ProbeConfig
 from cellmill.config.run import Embed
 from cellmill.data.arrays import log_normalise, select_columns
+from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import CLASS_METRICS, ClassPredictions
 from cellmill.evaluate.features import cell_features as features_module
 from cellmill.evaluate.features import chosen_genes
@@ -33,7 +34,7 @@ from cellmill.evaluate.features.cell_features import cell_features, compute_feat
 from cellmill.evaluate.features.chosen_genes import RankScores, choose_variable_genes
 from cellmill.evaluate.features.products import FeatureCache
 from cellmill.evaluate.inference.embed import InferenceModel, embed_cells
-from cellmill.evaluate.labels import choose_cells, labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import choose_cells, labelled_cells
 from cellmill.evaluate.methods import (
     ALL_GENES,
     EMBEDDING,
@@ -379,7 +380,7 @@ def test_the_ceiling_is_predicted_from_the_other_half_of_labels(
             genes[tested]
         )
     context = replace(context, prediction_cache=PredictionCache(), feature_cache=FeatureCache())
-    np.testing.assert_array_equal(predict_from_other_half(context), expected)
+    np.testing.assert_array_equal(predict_ceiling_labels(context), expected)
     assert len(context.prediction_cache.predictions) == 2
     accuracy = (expected[cells] == labels).mean()
     assert 0.5 < accuracy < 1

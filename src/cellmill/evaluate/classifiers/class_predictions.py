@@ -73,7 +73,7 @@ class ClassPredictions:
     labels: np.ndarray  # class of each cell; text
     repetitions: int
     other_classes: tuple[str, ...] = ()  # classes that no cell has and a method may predict
-    # class of each cell, text, by `labels.predict_from_other_half`; "" for none
+    # class of each cell, text, by `ceiling.predict_ceiling_labels`; "" for none
     ceiling_labels: np.ndarray | None = None
     # class ids `(repetitions, cells)` int64 of each method; NOT_TESTED for cells that a repetition
     # does not test

@@ -24,6 +24,7 @@ import scipy.sparse as sp
 from cellmill.config.parts.tasks import MAX_LEVELS, DegradedConfig
 from cellmill.data.arrays import counts_per_10k, log_normalise, select_columns
 from cellmill.evaluate import draws
+from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
     make_cached_classifiers,
@@ -35,7 +36,7 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated_model import PCA_CELLS
 from cellmill.evaluate.features.cell_features import compute_features, keep_columns, read_rows
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.methods import (
     MAJORITY,
     TRAINING_COMPONENTS,
@@ -147,7 +148,7 @@ class Degraded(Task):
         predictions = ClassPredictions(
             chosen.labels,
             config.repeats,
-            ceiling_labels=predict_from_other_half(context)[chosen.cells],
+            ceiling_labels=predict_ceiling_labels(context)[chosen.cells],
         )
         fitter = ComponentFitter.read(context)
         for repetition in range(config.repeats):

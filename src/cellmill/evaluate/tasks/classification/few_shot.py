@@ -3,9 +3,10 @@
 """
 
 from cellmill.config.parts.tasks import FewShotConfig
+from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.scores import tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import draw_shots
@@ -40,7 +41,7 @@ class FewShot(Task):
         predictions = ClassPredictions(
             chosen.labels,
             config.draws,
-            ceiling_labels=predict_from_other_half(context)[chosen.cells],
+            ceiling_labels=predict_ceiling_labels(context)[chosen.cells],
         )
         n_classes = {}
         left_out = {}

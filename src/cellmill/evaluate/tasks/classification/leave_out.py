@@ -11,9 +11,10 @@ from dataclasses import replace
 import pandas as pd
 
 from cellmill.config.parts.tasks import LeaveOutConfig
+from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import PLURALS, explain_no_groups, split_groups
@@ -34,7 +35,7 @@ class LeaveOut(Task):
             raise Skipped(f"the dataset has no {' or '.join(self.config.roles)} column")
         chosen = labelled_cells(context, "leave_out", context.options.folds, "evaluate.folds")
         labels = chosen.labels
-        ceiling_labels = predict_from_other_half(context)[chosen.cells]
+        ceiling_labels = predict_ceiling_labels(context)[chosen.cells]
         features = cell_features(context, chosen.cells)
         columns: list[ScoreColumn] = []
         figures = chosen.figures

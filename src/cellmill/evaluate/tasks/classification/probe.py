@@ -5,9 +5,10 @@ The number of folds is never lowered, so that runs stay comparable.
 """
 
 from cellmill.config.parts.tasks import ProbeConfig
+from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
 from cellmill.evaluate.methods import (
     EMBEDDING,
     KNN,
@@ -39,7 +40,7 @@ class Probe(Task):
         predictions = ClassPredictions(
             chosen.labels,
             config.seeds,
-            ceiling_labels=predict_from_other_half(context)[chosen.cells],
+            ceiling_labels=predict_ceiling_labels(context)[chosen.cells],
         )
         folds = split_by_class(chosen.labels, options.folds, config.seeds, options.seed)
         predict_folds(

@@ -19,6 +19,7 @@ from cellmill.data.arrays import gene_counts, log_normalise, select_columns
 from cellmill.data.genes.tables import RELEASE, cell_ontology, is_term_id
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.classifiers.fitted import (
     make_cached_classifiers,
@@ -33,7 +34,7 @@ from cellmill.evaluate.features.chosen_genes import RankScores
 from cellmill.evaluate.features.components import COMPONENTS, pca
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.inference.label_counts import count_by_label
-from cellmill.evaluate.labels import MAX_CELLS, choose_cells, predict_from_other_half
+from cellmill.evaluate.labels import MAX_CELLS, choose_cells
 from cellmill.evaluate.methods import (
     EMBEDDING,
     FULL_PANEL,
@@ -233,7 +234,7 @@ class Transfer(Task):
             )
             predicted = predict_all(classifiers, tested_features)
         predicted[MAJORITY] = predict_majority(labels, len(tested.labels))
-        ceiling_labels = predict_from_other_half(context)[tested.cells]
+        ceiling_labels = predict_ceiling_labels(context)[tested.cells]
         predictions = ClassPredictions(tested.labels, 1, tuple(np.unique(labels)), ceiling_labels)
         for condition, is_chosen in (
             (KNOWN, transfer_cells.is_known),
