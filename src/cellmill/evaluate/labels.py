@@ -14,7 +14,7 @@ from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.task import Context, Skipped
 
 # all-genes regression over more takes hours and moves accuracy by less than 0.01
-MAX_CELLS = 10_000
+MAX_LABELLED_CELLS = 10_000
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def labelled_cells(
     task: str,
     min_cells: int,
     option: str,
-    max_cells: int = MAX_CELLS,
+    max_cells: int = MAX_LABELLED_CELLS,
     reason: str = "",
 ) -> LabelledCells:
     """Scored cells that `choose_cells` chooses.
@@ -84,7 +84,7 @@ def labelled_cells(
 
 
 def choose_cells(
-    labels: pd.Series, min_cells: int, seed: int, max_cells: int = MAX_CELLS
+    labels: pd.Series, min_cells: int, seed: int, max_cells: int = MAX_LABELLED_CELLS
 ) -> LabelledCells:
     """Draw at most `max_cells` labelled cells, then keep the classes with at least `min_cells` of them.
 

@@ -26,8 +26,8 @@ from cellmill.evaluate.task import Context
 from cellmill.evaluate.training_shards import read_counts
 
 # training cells used at most; shards are shuffled, so the first cells are a random sample
-MAX_FITTED = 20_000
-MIN_CELLS = 4  # cells, or genes, that a regression needs
+MAX_TRAINING_CELLS = 20_000
+MIN_REGRESSION_CELLS = 4  # cells, or genes, that a regression needs
 VALIDATION_CELLS = 500  # used at most
 PARTS = 5  # parts of the genes, hidden in turn
 NOISES = 2.0 ** np.arange(8)  # in units of the mean residual variance of a gene
@@ -43,12 +43,12 @@ def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
     NOISE_WITHOUT_VALIDATION. None for too few training cells.
     """
     with threadpool_limits(1):  # sums in one order: the same bits on any number of cores
-        counts = read_counts(model.manifest, MAX_FITTED)
-        if min(counts.shape) < MIN_CELLS:
+        counts = read_counts(model.manifest, MAX_TRAINING_CELLS)
+        if min(counts.shape) < MIN_REGRESSION_CELLS:
             return None
         ridge = GeneRidge.fit(counts)
         chosen = None
-        if model.manifest.splits["val"].n_obs >= MIN_CELLS:
+        if model.manifest.splits["val"].n_obs >= MIN_REGRESSION_CELLS:
             with _open_validation(model) as context:
                 group = _group_cells(model.manifest, context.reader.n_obs)
                 chosen = _choose_noise_and_weight(ridge, context, group)

@@ -21,7 +21,7 @@ from cellmill.data.inputs.source import optional_package
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.features.components import COMPONENTS, fit_own_components
 from cellmill.evaluate.features.neighbors import NeighborGraph, jaccard_weights
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, add_note
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
@@ -94,7 +94,7 @@ class Clustering(Task):
         return tabulate(columns, figures, rows=rows, verdicts=[*dict.fromkeys(verdicts)])
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_LABELLED_CELLS)
         config = self.config
         resolutions = {*config.resolutions, config.resolution}
         n_features = 6 + sizes.n_external

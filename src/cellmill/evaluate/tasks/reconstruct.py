@@ -39,7 +39,7 @@ from cellmill.models.objective import EVALUATION_STEP
 from cellmill.parallel.materialize import to_empty
 from cellmill.runs.results import TaskResult
 
-MAX_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
+MAX_RECONSTRUCTED_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
 
 
 class Reconstruct(Task):
@@ -49,7 +49,7 @@ class Reconstruct(Task):
         """Number of cells, and metrics and verdicts of the objective."""
         cells = draw_cells(
             np.flatnonzero(context.scored),
-            MAX_CELLS,
+            MAX_RECONSTRUCTED_CELLS,
             context.options.seed,
             draws.RECONSTRUCTED_CELLS,
         )
@@ -68,7 +68,7 @@ class Reconstruct(Task):
         )
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_RECONSTRUCTED_CELLS)
         # masks, states and predictions take about as long as four embeddings
         return 0.2 + sizes.read_s() + 4 * n * sizes.forward_s
 

@@ -36,7 +36,7 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.evaluated_model import PCA_CELLS
 from cellmill.evaluate.features.cell_features import compute_features, keep_columns, read_rows
 from cellmill.evaluate.features.components import pca
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, labelled_cells
 from cellmill.evaluate.methods import (
     MAJORITY,
     TRAINING_COMPONENTS,
@@ -184,7 +184,7 @@ class Degraded(Task):
         # the trained and the untrained model embed every level
         repetition_s += 2 * (n_levels + 1) * n * sizes.forward_s
         # the ceiling is fitted on all cells that other tasks use
-        ceiling_s = sizes.halves_s(sizes.count_cells(MAX_CELLS))
+        ceiling_s = sizes.halves_s(sizes.count_cells(MAX_LABELLED_CELLS))
         return sizes.features_s(n) + ceiling_s + config.repeats * repetition_s
 
     def _adapt_to_levels(

@@ -6,7 +6,7 @@ from cellmill.config.parts.tasks import FewShotConfig
 from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, labelled_cells
 from cellmill.evaluate.scores import tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import draw_shots
@@ -65,6 +65,6 @@ class FewShot(Task):
         return tabulate(predictions.accuracies(), figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_LABELLED_CELLS)
         n_folds = len(self.config.shots) * self.config.draws
         return sizes.features_s(n) + sizes.halves_s(n) + n_folds * (DRAW_S + DRAW_CELL_S * n)

@@ -14,7 +14,7 @@ from cellmill.config.parts.tasks import LeaveOutConfig
 from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, labelled_cells
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.splits import PLURALS, explain_no_groups, split_groups
@@ -71,6 +71,6 @@ class LeaveOut(Task):
         return tabulate(columns, figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_LABELLED_CELLS)
         n_folds = sizes.count_folds(self.config.roles, self.config.most_folds)
         return sizes.features_s(n) + sizes.halves_s(n) + sizes.folds_s(n, n, n_folds)

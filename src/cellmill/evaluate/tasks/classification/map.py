@@ -30,7 +30,7 @@ from cellmill.evaluate.classifiers.fitted import without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.inference.annotations import DISTANCE, REFUSED
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, REGRESSION, ByMethod
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
@@ -184,7 +184,7 @@ class MapCells(Task):
         return tabulate(columns, figures)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_LABELLED_CELLS)
         n_types = min(self.config.max_types, sizes.n_values["label"])
         most_folds = self.config.most_folds
         n_folds = sizes.count_folds(("donor",), most_folds) or sizes.count_folds(

@@ -8,7 +8,7 @@ from cellmill.config.parts.tasks import ProbeConfig
 from cellmill.evaluate.classifiers.ceiling import predict_ceiling_labels
 from cellmill.evaluate.classifiers.class_predictions import ClassPredictions
 from cellmill.evaluate.features.cell_features import cell_features
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, labelled_cells
 from cellmill.evaluate.methods import (
     EMBEDDING,
     KNN,
@@ -56,7 +56,7 @@ class Probe(Task):
         return tabulate(columns, figures, verdicts=compare_features(columns), confusion=confusion)
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_LABELLED_CELLS)
         n_fitted = n - n // sizes.folds
         n_folds = self.config.seeds * sizes.folds
         return sizes.features_s(n) + sizes.halves_s(n) + sizes.folds_s(n, n_fitted, n_folds)

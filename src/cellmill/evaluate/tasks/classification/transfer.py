@@ -34,7 +34,7 @@ from cellmill.evaluate.features.chosen_genes import RankScores
 from cellmill.evaluate.features.components import COMPONENTS, pca
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.inference.label_counts import count_by_label
-from cellmill.evaluate.labels import MAX_CELLS, choose_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, choose_cells
 from cellmill.evaluate.methods import (
     EMBEDDING,
     FULL_PANEL,
@@ -183,7 +183,7 @@ class Transfer(Task):
         if sizes.dataset in config.fit_on or is_left_out:
             return 0.0  # skipped
         # the sizes of the fitted datasets are not known: as large as this one
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_LABELLED_CELLS)
         n_fitted = len(config.fit_on) * n
         features_s = sizes.features_s(n) + 2 * n_fitted * sizes.forward_s
         return features_s + sizes.halves_s(n) + 2 * sizes.folds_s(n_fitted, n_fitted, 1)

@@ -25,7 +25,7 @@ from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.evaluate.features.cell_features import read_rows
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.hidden_genes.decoder import decode_expression
-from cellmill.evaluate.hidden_genes.fit_ridge import MAX_FITTED, MIN_CELLS
+from cellmill.evaluate.hidden_genes.fit_ridge import MAX_TRAINING_CELLS, MIN_REGRESSION_CELLS
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.methods import EMBEDDING, ByMethod, add_note
@@ -39,7 +39,7 @@ from cellmill.evaluate.tasks.imputation.training_cell_regressions import Trainin
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 # scored cells used at most: they are embedded again, and every gene is predicted in each fold
-MAX_CELLS = 2_000
+MAX_IMPUTED_CELLS = 2_000
 REGRESSION_CELL_S = 4e-4  # seconds per fitted cell of all regressions
 # the ridge of the export without the decoder; its components are of hidden and visible genes
 EXPORTED_RIDGE = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
@@ -55,7 +55,10 @@ class Imputation(Task):
         if context.reader.ordered:
             raise Skipped("sequences and ranks have no expression")
         scored = draw_cells(
-            np.flatnonzero(context.scored), MAX_CELLS, context.options.seed, draws.IMPUTED_CELLS
+            np.flatnonzero(context.scored),
+            MAX_IMPUTED_CELLS,
+            context.options.seed,
+            draws.IMPUTED_CELLS,
         )
         role, folds = self._split(context, scored)
         counts = read_rows(context.reader, scored)
@@ -79,8 +82,8 @@ class Imputation(Task):
         return tabulate(columns, figures, [column for column in columns if _is_judged(column)])
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
-        n_training = min(sizes.n_training, MAX_FITTED)
+        n = sizes.count_cells(MAX_IMPUTED_CELLS)
+        n_training = min(sizes.n_training, MAX_TRAINING_CELLS)
         config = self.config
         n_folds = (
             sizes.count_folds(("donor",), config.most_folds)
@@ -99,14 +102,15 @@ class Imputation(Task):
         Raises Skipped for too few cells.
         """
         role, folds = split_donors(
-            context.roles, cells, self.config.most_folds, min_cells=MIN_CELLS
+            context.roles, cells, self.config.most_folds, min_cells=MIN_REGRESSION_CELLS
         )
         if folds:
             return role, folds
         options = context.options
-        if len(cells) < MIN_CELLS * options.folds:
+        if len(cells) < MIN_REGRESSION_CELLS * options.folds:
             raise Skipped(
-                f"{len(cells)} scored cells are too few for {options.folds} folds of {MIN_CELLS}; lower evaluate.folds"
+                f"{len(cells)} scored cells are too few for {options.folds} folds of {MIN_REGRESSION_CELLS}; "
+                "lower evaluate.folds"
             )
         for repetition in range(self.config.seeds):
             splitter = KFold(options.folds, shuffle=True, random_state=options.seed + repetition)

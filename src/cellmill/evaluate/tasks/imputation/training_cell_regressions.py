@@ -15,7 +15,7 @@ from cellmill.data.genes.names import GeneColumns
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.reader import read_names
 from cellmill.evaluate.evaluated_model import EvaluatedModel
-from cellmill.evaluate.hidden_genes.fit_ridge import MAX_FITTED, MIN_CELLS
+from cellmill.evaluate.hidden_genes.fit_ridge import MAX_TRAINING_CELLS, MIN_REGRESSION_CELLS
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.methods import ByMethod, add_note
 from cellmill.evaluate.task import Context
@@ -37,9 +37,9 @@ class TrainingCellRegressions:
         manifest = context.model.manifest
         if manifest.ordered:
             return None
-        counts = read_counts(manifest, MAX_FITTED)
+        counts = read_counts(manifest, MAX_TRAINING_CELLS)
         n_cells = counts.shape[0]
-        if n_cells < MIN_CELLS:
+        if n_cells < MIN_REGRESSION_CELLS:
             return None
         rows = np.arange(context.model.vocabulary.n_genes)
         is_measured = np.isin(rows, context.measured_genes)
@@ -71,7 +71,7 @@ class TrainingCellRegressions:
         n_cells = len(self.is_from_dataset)
         n_of_dataset = int(self.is_from_dataset.sum())
         groups = {"": np.arange(n_cells)}
-        if MIN_CELLS <= n_of_dataset < n_cells:
+        if MIN_REGRESSION_CELLS <= n_of_dataset < n_cells:
             groups[", training cells of the dataset"] = np.flatnonzero(self.is_from_dataset)
         return groups
 

@@ -17,7 +17,7 @@ from cellmill.evaluate.draws import seeded
 from cellmill.evaluate.features.cell_features import cell_features
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.features.neighbors import NeighborGraph
-from cellmill.evaluate.labels import MAX_CELLS, labelled_cells
+from cellmill.evaluate.labels import MAX_LABELLED_CELLS, labelled_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, ByMethod
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.seconds.sizes import DatasetSizes
@@ -70,7 +70,7 @@ class Integration(Task):
         )
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
-        n = sizes.count_cells(MAX_CELLS)
+        n = sizes.count_cells(MAX_LABELLED_CELLS)
         n_features = 5 + sizes.n_external + self.config.harmony
         harmony_s = 5e-4 * n if self.config.harmony else 0.0
         # measures of one of the features: of neighbours, and of all pairs of cells
