@@ -167,7 +167,7 @@ def test_a_change_is_measured_within_batches(screen: Context) -> None:
     held = PerturbedUnits.read(screen, CONFIG, "perturbation")
     profiles = held.profiles
     assert len(held.group_of_unit) == 5
-    assert set(held.group_of_unit[held.in_unseen_group]) == {
+    assert set(held.group_of_unit[held.is_testable]) == {
         screen.model.vocabulary.symbols[3],
         "unheard",
     }
@@ -179,7 +179,7 @@ def test_a_change_is_measured_within_batches(screen: Context) -> None:
         patch.setattr(units_module, "read_profiles", lambda *_: changed)
         without = PerturbedUnits.read(screen, CONFIG, "perturbation")
     assert without.group_of_unit.tolist() == held.group_of_unit.tolist()
-    assert without.in_unseen_group.tolist() == held.in_unseen_group.tolist()
+    assert without.is_testable.tolist() == held.is_testable.tolist()
     expression = profiles.expression.toarray()
     half = profiles.half
     n_starting = np.count_nonzero(half == 0)

@@ -108,7 +108,7 @@ def evaluate(
                 context = _add_inputs(dataset.context, files[name], baselines)
                 dataset = replace(dataset, context=context)
                 if section.effort == "full":
-                    umaps.append(_start_umap(context, dataset.unseen))
+                    umaps.append(_start_umap(context, dataset.held_out))
                 task_results = run_tasks(tasks, context, finished, left_out)
                 datasets[name] = _make_result(dataset, task_results)
                 context.prediction_cache.save()
@@ -141,7 +141,7 @@ class _HeldOutDataset:
     """A dataset whose file is open, and its cells that the model was not trained on."""
 
     context: Context
-    unseen: np.ndarray  # (n_obs,) bool
+    held_out: np.ndarray  # (n_obs,) bool
     n_copies: int  # copies of training cells under other names
     # True if a training or validation split of the model or an ancestor has cells of the dataset
     in_corpus: bool
@@ -169,7 +169,7 @@ def _make_result(dataset: _HeldOutDataset, task_results: dict[str, TaskResult]) 
     which = context.options.cells
     n_cells = context.reader.n_obs
     n_scored = int(context.scored.sum())
-    n_chosen = n_cells if which == "all" else int(dataset.unseen.sum())
+    n_chosen = n_cells if which == "all" else int(dataset.held_out.sum())
     columns = {role: str(column.name) for role, column in context.roles.items()}
     return DatasetResult(
         n_cells=n_cells,
@@ -245,7 +245,7 @@ def _umap_process() -> ProcessPoolExecutor:
     return pool
 
 
-def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:
+def _start_umap(context: Context, held_out: np.ndarray) -> Callable[[], list[tuple[Any, ...]]]:
     """Start the UMAP of the cells that have an embedding; the result waits for its rows of
     umap.tsv.
     """
@@ -264,7 +264,7 @@ def _start_umap(context: Context, unseen: np.ndarray) -> Callable[[], list[tuple
     def rows() -> list[tuple[Any, ...]]:
         drawn = []
         for cell, (x, y) in zip(cells, projected.result()):
-            place = (f"{x:.5g}", f"{y:.5g}", int(unseen[cell]))
+            place = (f"{x:.5g}", f"{y:.5g}", int(held_out[cell]))
             label = texts["label"][cell]
             drawn.append((context.dataset, names[cell], label, *place, texts["batch"][cell]))
         return drawn
@@ -313,14 +313,14 @@ class _Evaluation:
     def open(self, name: str) -> Iterator[_HeldOutDataset]:
         """Open a dataset. Raises DataError if no cell is held out."""
         with self.datasets.open(name) as (reader, vectors, roles):
-            unseen, n_copies = self.held_out_check.find_held_out(name, reader)
-            if self.section.cells == "heldout" and not unseen.any():
+            held_out, n_copies = self.held_out_check.find_held_out(name, reader)
+            if self.section.cells == "heldout" and not held_out.any():
                 raise DataError(
                     f"{reader.path}: no held-out cells: all {reader.n_obs:,} were trained or validated on; "
                     "raise shard.test_frac, or set evaluate.cells to all"
                 )
             has_vector = np.isfinite(vectors).all(axis=1)
-            scored = has_vector if self.section.cells == "all" else unseen & has_vector
+            scored = has_vector if self.section.cells == "all" else held_out & has_vector
             context = Context(
                 name,
                 reader,
@@ -331,7 +331,9 @@ class _Evaluation:
                 self.section,
                 datasets=self.datasets,
             )
-            yield _HeldOutDataset(context, unseen, n_copies, bool(self.held_out_check.names[name]))
+            yield _HeldOutDataset(
+                context, held_out, n_copies, bool(self.held_out_check.names[name])
+            )
 
 
 def knock_out(

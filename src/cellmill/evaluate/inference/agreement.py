@@ -22,7 +22,7 @@ class Wording(NamedTuple):
 
     n_cells: str  # beginning of the names of numbers of cells in figures
     unknown: str  # if it is not known which cells the model has seen
-    unseen: str
+    held_out: str
     seen: str
 
 
@@ -95,27 +95,27 @@ def _compare(
     wording: Wording,
     note: str = "",
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures of unseen cells, and sentences on all cells of the mask `is_compared`.
+    """Figures of held-out cells, and sentences on all cells of the mask `is_compared`.
 
-    `measure` takes a mask of cells. `note` follows the measures of unseen cells.
+    `measure` takes a mask of cells. `note` follows the measures of held-out cells.
     """
     if not is_compared.any():
         return {}, []
     if seen.is_seen is None:
         _, words = measure(is_compared)
         return {}, [f"{column}: {wording.unknown.format(words)} ({seen.caveat})"]
-    is_unseen = is_compared & ~seen.is_seen
+    is_held_out = is_compared & ~seen.is_seen
     is_seen = is_compared & seen.is_seen
     figures: dict[str, Any] = {
-        f"{wording.n_cells}_unseen": int(is_unseen.sum()),
+        f"{wording.n_cells}_unseen": int(is_held_out.sum()),
         f"{wording.n_cells}_seen": int(is_seen.sum()),
     }
     lines = []
-    if is_unseen.any():
-        measures, words = measure(is_unseen)
+    if is_held_out.any():
+        measures, words = measure(is_held_out)
         figures |= measures
         limits = f"; {seen.caveat}" if seen.caveat else ""
-        lines.append(f"{column}: {wording.unseen.format(words)}{note}{limits}")
+        lines.append(f"{column}: {wording.held_out.format(words)}{note}{limits}")
     if is_seen.any():
         _, words = measure(is_seen)
         lines.append(f"{column}: {wording.seen.format(words)}")

@@ -103,10 +103,10 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[PerturbedUn
     folds = [fold for fold in every_fold if fold.repetition == 0]
     if not folds:
         n_perturbations = len(np.unique(units.perturbation))
-        n_unseen = len(np.unique(units.perturbation[units.in_unseen_group]))
+        n_testable = len(np.unique(units.perturbation[units.is_testable]))
         raise DataError(
             f"{context.dataset}: expected two perturbations of {config.min_cells} cells, and one that the model saw no "
-            f"cell of, got {n_perturbations} and {n_unseen}; set shard.split_by: perturbation, or evaluate.cells: all"
+            f"cell of, got {n_perturbations} and {n_testable}; set shard.split_by: perturbation, or evaluate.cells: all"
         )
     return units, folds
 

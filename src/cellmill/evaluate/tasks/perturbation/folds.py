@@ -1,7 +1,8 @@
 """Folds of units: groups to fit on and groups to test.
 
 If the model saw cells of some groups only, the others are tested, once. If it saw none, all groups
-are tested in turn; if it saw all, none is tested. A split file has its own rule.
+are tested in turn; if it saw all, none is tested. A split file has its own rule. Only folds of
+perturbations have several repetitions: the others test each group once.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def divide_by_novelty(units: PerturbedUnits) -> dict[str, list[Fold]]:
         folds = [*make_folds(units)]
         return {f"new {units.held_out}": folds} if folds else {}
     train = np.flatnonzero(units.split_of_unit == TRAIN)
-    test = np.flatnonzero((units.split_of_unit == TEST) & units.in_unseen_group)
+    test = np.flatnonzero((units.split_of_unit == TEST) & units.is_testable)
     by_novelty = units.split_file.divide_by_novelty(
         test, train, units.perturbation, units.unit_context
     )
@@ -31,38 +32,43 @@ def divide_by_novelty(units: PerturbedUnits) -> dict[str, list[Fold]]:
 
 
 def make_folds(units: PerturbedUnits) -> Iterator[Fold]:
-    """Units to fit on and to test. Empty if the model saw cells of all groups, if there are fewer
-    than two groups, or for doses if no compound has FEWEST_DOSES of them.
+    """Folds by what the model saw and by what is held out. Empty if the model saw cells of all groups,
+    if there are fewer than two groups, or for doses if no compound has FEWEST_DOSES of them.
     """
     n_groups = len(np.unique(units.group_of_unit))
-    n_unseen = len(np.unique(units.group_of_unit[units.in_unseen_group]))
-    if n_groups < 2 or not n_unseen:
+    n_testable = len(np.unique(units.group_of_unit[units.is_testable]))
+    if n_groups < 2 or not n_testable:
         return
-    if n_unseen < n_groups:
-        yield _test_unseen(units)
+    if n_testable < n_groups:
+        yield _test_the_rest(units)
     elif units.held_out == DOSE:
-        for test in leave_out_doses(units.perturbation, units.log_dose):
-            yield Fold(0, np.setdiff1d(np.arange(units.n_units), test), test)
+        yield from _divide_doses(units)
     elif units.held_out == PERTURBATION:
         yield from _divide_perturbations(units)
     else:
         yield from _divide_contexts(units)
 
 
-def _test_unseen(units: PerturbedUnits) -> Fold:
-    """The fold that tests the units of unseen groups.
+def _test_the_rest(units: PerturbedUnits) -> Fold:
+    """The one fold that tests the groups of which the model saw no cell.
 
     Baselines are fitted on the groups that the model was trained on, not on groups that only
     validated it. They are fitted on all other groups if the model was trained on none.
     """
-    fitted = ~units.in_unseen_group & units.in_trained_group
+    fitted = ~units.is_testable & units.in_trained_group
     if not fitted.any():
-        fitted = ~units.in_unseen_group
-    return Fold(0, np.flatnonzero(fitted), np.flatnonzero(units.in_unseen_group))
+        fitted = ~units.is_testable
+    return Fold(0, np.flatnonzero(fitted), np.flatnonzero(units.is_testable))
+
+
+def _divide_doses(units: PerturbedUnits) -> Iterator[Fold]:
+    """One repetition, whose first fold tests the lowest dose of each compound, the next one the next."""
+    for tested in leave_out_doses(units.perturbation, units.log_dose):
+        yield Fold(0, np.setdiff1d(np.arange(units.n_units), tested), tested)
 
 
 def _divide_perturbations(units: PerturbedUnits) -> Iterator[Fold]:
-    """Folds of the groups, shuffled anew in each repetition."""
+    """A repetition for each of `seeds`, whose folds test perturbations in shuffled order."""
     groups = np.unique(units.group_of_unit)
     options = units.context.options
     n_folds = min(options.folds, len(groups))
@@ -74,7 +80,7 @@ def _divide_perturbations(units: PerturbedUnits) -> Iterator[Fold]:
 
 
 def _divide_contexts(units: PerturbedUnits) -> Iterator[Fold]:
-    """Folds of whole contexts, at most `most_folds`."""
+    """One repetition, whose folds test a context or several, at most `most_folds`."""
     n_folds = min(len(np.unique(units.group_of_unit)), units.config.most_folds)
     splitter = GroupKFold(n_folds)
     for fitted, tested in splitter.split(units.group_of_unit, groups=units.group_of_unit):
@@ -87,7 +93,7 @@ def explain_no_folds(units: PerturbedUnits) -> str:
     lacks_doses = units.config.doses == "column" and "dose" not in units.context.roles
     enough = f"{units.config.min_cells} cells or more (min_cells)"
     reason = f"{n_groups} values have {enough}; two are needed"
-    if n_groups and (units.split_file is not None or not units.in_unseen_group.any()):
+    if n_groups and (units.split_file is not None or not units.is_testable.any()):
         reason = (
             "the model saw cells of every group; hold some out (shard.split_by), or use cells: all"
         )

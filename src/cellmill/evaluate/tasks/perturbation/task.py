@@ -1,10 +1,17 @@
-"""Task `perturbation`: predicted changes of expression under unseen perturbations, or in unseen
-donors and contexts.
+"""Task `perturbation`: predicted changes of expression under held-out perturbations, or in held-out
+donors and contexts (docs/perturbations.md).
 
-Units and changes are defined in `profiles.py`, rows and ceilings in docs/perturbations.md. If the
-model saw cells of some perturbations only, the others are tested, once. If it saw none, all are
-tested in folds; if it saw all, none is tested. A unit's own perturbed genes are left out of its
-scores. Intervals are over perturbations and repetitions.
+For each kind of value that is held out, in this order:
+
+- `profiles.py` reads the expression of the cells, and defines units and changes;
+- `units.py` gathers the cells into units, and the units into groups that are held out together;
+- `folds.py` divides the groups into those to fit on and those to test, or reads `split_file.py`;
+- `predictions.py` predicts the changes of the tested units: by the model's head (`response.py`), from
+  features of genes (`gene_features.py`), and by `baselines.py` and `doses.py`;
+- `scoring.py` scores them by `change_scores.py`, next to ceilings and `probes.py`.
+
+A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
+repetitions. `changes_file.py` writes the same predictions for other packages.
 """
 
 import re
@@ -231,7 +238,7 @@ def note_contradictions(
     notes = []
     is_test = units.split_of_unit == TEST
     names = np.array(units.unit_names)
-    seen = names[is_test & ~units.in_unseen_group]
+    seen = names[is_test & ~units.is_testable]
     if len(seen):
         notes.append(
             f"{len(seen):,} of {is_test.sum():,} tested units of {split_file.path} are left out: the model saw cells "

@@ -26,9 +26,9 @@ from cellmill.evaluate.tasks.perturbation.split_file import PartNames, SplitFile
 # what is held out, if it is not contexts: perturbations (also by every split file), or doses
 PERTURBATION = "perturbation"
 DOSE = "dose"
-# a group counts as unseen if at least this share of its cells is scored; the others equal training
-# cells or have no known gene
-UNSEEN_FRAC = 0.9
+# a group may be tested if at least this share of its cells is scored; the others equal training cells
+# or have no known gene
+TESTABLE_FRAC = 0.9
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class PerturbedUnits:
     dose: np.ndarray  # (U,) text, empty for a unit without
     unit_context: np.ndarray  # (U,) text, empty if units have none
     group_of_unit: np.ndarray  # (U,) text: the values that are held out together
-    # (U,) bool: at least UNSEEN_FRAC of the group's cells are scored, so it may be tested
-    in_unseen_group: np.ndarray
+    # (U,) bool: at least TESTABLE_FRAC of the group's cells are scored, so it may be tested
+    is_testable: np.ndarray
     # (U,) bool: the model was trained, not only validated, on cells of the group
     in_trained_group: np.ndarray
     # perturbations of units with too few cells, or without the dose that is held out
@@ -97,9 +97,9 @@ class PerturbedUnits:
             cells["is_usable"] &= has_dose
         usable = cells[cells["is_usable"]]
         groups = usable.groupby("group")
-        is_unseen = groups["is_scored"].sum() >= UNSEEN_FRAC * groups.size()
+        is_testable = groups["is_scored"].sum() >= TESTABLE_FRAC * groups.size()
         in_training = groups["in_training"].any()
-        units = _tabulate_units(usable, is_unseen)
+        units = _tabulate_units(usable, is_testable)
         has_enough = units["n_cells"] >= config.min_cells
         kept = units[has_enough]
         unit_of_cell = kept.index.get_indexer(cells["unit"])
@@ -118,7 +118,7 @@ class PerturbedUnits:
             dose=kept["dose"].to_numpy(str),
             unit_context=kept["context"].to_numpy(str),
             group_of_unit=kept["group"].to_numpy(str),
-            in_unseen_group=is_unseen[kept["group"]].to_numpy(bool),
+            is_testable=is_testable[kept["group"]].to_numpy(bool),
             in_trained_group=in_training[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
             part_names=part_names,
@@ -127,7 +127,7 @@ class PerturbedUnits:
 
     @property
     def n_units(self) -> int:
-        """U."""
+        """Number of the units."""
         return len(self.perturbation)
 
     @cached_property
@@ -213,13 +213,13 @@ def _name_groups(
     return cells["perturbation" if context_role is None else "context"]
 
 
-def _tabulate_units(usable: pd.DataFrame, is_unseen: pd.Series) -> pd.DataFrame:
+def _tabulate_units(usable: pd.DataFrame, is_testable: pd.Series) -> pd.DataFrame:
     """Perturbation, dose, context, group and `n_cells` of each unit, by its name.
 
-    `is_unseen` is by group. Units of an unseen group may be tested, so only their scored cells count;
-    of other units, all cells do.
+    `is_testable` is by group. Of units that may be tested only the scored cells count, of other units
+    all cells.
     """
-    is_counted = usable["is_scored"] | ~is_unseen[usable["group"]].to_numpy(bool)
+    is_counted = usable["is_scored"] | ~is_testable[usable["group"]].to_numpy(bool)
     units = usable.assign(is_counted=is_counted).groupby("unit")
     return units.agg(
         name_in_dataset=("name_in_dataset", "first"),
