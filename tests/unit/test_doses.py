@@ -152,7 +152,7 @@ def test_a_compound_without_training_doses_is_not_called_linear() -> None:
     assert describe_linear_doses(changes, folds, compound, log_dose) == []
     few = [Fold(0, train[:2], np.arange(2, 6))]
     assert describe_linear_doses(changes, few, compound, log_dose) == [
-        "Hill curve: 1 of 4 held-out doses have the linear prediction (2 doses 1)."
+        "Hill curve: 1 of 4 held-out doses have the linear prediction (1: 2 doses)."
     ]
 
 

@@ -394,7 +394,7 @@ def test_a_plugin_task_reaches_metrics_and_the_page(
         assert text in page, text
     with pytest.raises(
         DataError,
-        match=r"^simulated: task 'toy' failed \(ValueError: Out of range.*\); repair it, or",
+        match=r"^simulated: task 'toy' failed \(ValueError: Out of range.*\); its traceback is above; repair or",
     ):
         evaluate(corpus, tmp_path / "nan.json", tasks={"toy": {"scale": 0}})
 

@@ -93,7 +93,7 @@ def test_a_failing_task_loses_only_itself(
     with pytest.raises(DataError, match="task 'fragile' failed"):
         evaluate(corpus, out, tasks={"fragile": {"fails": True}, "reconstruct": {}})
     failure = "task 'fragile' failed (ValueError: as asked)"
-    remedy = "repair it, or take it out of evaluate.tasks; the other tasks go on"
+    remedy = "its traceback is above; repair or report it, or take the task out of evaluate.tasks; the other"
     assert f"{failure}; {remedy}" in capsys.readouterr().out
     evaluate(corpus, out, tasks={"fragile": {}, "reconstruct": {}})
     assert read_earlier(capsys) == ["reconstruct"]

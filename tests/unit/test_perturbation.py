@@ -244,6 +244,13 @@ def test_a_role_that_is_not_scored_keeps_its_reason(screen: Context) -> None:
     result = Perturbation(CONFIG).run(replace(screen, roles=without_batch))
     assert result.rows
     assert result.figures["batch_no_folds"] == "held out batch: the dataset has no batch column"
+    one_batch = pd.Series(np.full(screen.reader.n_obs, "x"))
+    every_cell = np.ones_like(screen.scored)
+    roles = {**screen.roles, "batch": one_batch}
+    result = Perturbation(CONFIG).run(replace(screen, roles=roles, scored=every_cell))
+    assert result.figures["batch_no_folds"] == (
+        f"held out batch: expected two or more values of batch with {CONFIG.min_cells} cells or more (min_cells), got 1"
+    )
 
 
 @pytest.mark.parametrize(

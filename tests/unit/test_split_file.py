@@ -335,8 +335,8 @@ def test_units_that_the_model_saw_are_left_out(screen: Context, tmp_path: Path) 
     scored = ~screen.roles["perturbation"].isin(["D", "A"]).to_numpy()
     result = Perturbation(config_of(path)).run(replace(screen, scored=scored))
     assert result.notes[0] == (
-        f"1 of 3 tested units of {path} are left out: the model saw cells of them, the first D; hold them out of its "
-        "corpus (shard.split_by)."
+        f"1 of 3 units that {path} tests are not tested, the first D, because the model saw cells of them; hold them "
+        "out of its corpus (shard.split_by)."
     )
     assert "tested_new_perturbation" not in result.figures
     assert result.figures["split_unnamed"] == "none"

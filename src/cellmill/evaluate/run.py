@@ -282,8 +282,8 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Run
     except Exception as error:
         traceback.print_exc()
         raise DataError(
-            f"{context.dataset}: task {task_run.name!r} failed ({in_one_line(error)}); repair "
-            "it, or take it out of evaluate.tasks"
+            f"{context.dataset}: task {task_run.name!r} failed ({in_one_line(error)}); its "
+            "traceback is above; repair or report it, or take the task out of evaluate.tasks"
         ) from None
     result = output.result
     context.prediction_cache.predictions.update(output.new_predictions)

@@ -211,7 +211,7 @@ def describe_linear_doses(
     del reasons[""]
     if not reasons:
         return []
-    shown = ", ".join(f"{reason} {n}" for reason, n in reasons.items())
+    shown = "; ".join(f"{n:,}: {reason}" for reason, n in reasons.items())
     return [
         f"{HILL.name}: {reasons.total():,} of {n_tested:,} held-out doses have the linear prediction ({shown})."
     ]

@@ -92,7 +92,7 @@ def explain_no_folds(units: PerturbedUnits) -> str:
     n_groups = len(np.unique(units.group_of_unit))
     lacks_doses = units.config.doses == "column" and "dose" not in units.context.roles
     enough = f"{units.config.min_cells} cells or more (min_cells)"
-    reason = f"{n_groups} values have {enough}; two are needed"
+    reason = f"expected two or more values of {units.held_out} with {enough}, got {n_groups}"
     if n_groups and (units.split_file is not None or not units.is_testable.any()):
         reason = (
             "the model saw cells of every group; hold some out (shard.split_by), or use cells: all"

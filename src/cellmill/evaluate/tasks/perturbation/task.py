@@ -241,8 +241,8 @@ def note_contradictions(
     seen = names[is_test & ~units.is_testable]
     if len(seen):
         notes.append(
-            f"{len(seen):,} of {is_test.sum():,} tested units of {split_file.path} are left out: the model saw cells "
-            f"of them, the first {seen[0]}; hold them out of its corpus (shard.split_by)."
+            f"{len(seen):,} of {is_test.sum():,} units that {split_file.path} tests are not tested, the first "
+            f"{seen[0]}, because the model saw cells of them; hold them out of its corpus (shard.split_by)."
         )
     for novelty, [fold] in folds_by_novelty.items():
         for file_novelty in sorted({*split_file.novelty_in_file.values()} - {novelty}):
