@@ -164,7 +164,9 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
     with open_h5(path, EMBED_AGAIN) as file:
-        stored = _read(file, str(path), (OWN,), names, "the dataset", f"; {EMBED_AGAIN}")
+        stored = _read(file, str(path), (OWN,), f"; {EMBED_AGAIN}")
+    remedy = f"; give the cells that were embedded, or {EMBED_AGAIN}"
+    _refuse_other_cells(str(path), stored.names, names, "the dataset", remedy)
     vectors = stored.vectors
     digest = str(stored.about.get("model_digest"))
     if digest != model_digest:
@@ -206,7 +208,8 @@ def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
     if not path.exists():
         raise DataError(f"{command}: it ended well and wrote no file to {{out}}")
     with open_h5(path, command) as file:
-        stored = _read(file, command, (EXTERNAL, OWN, "X"), names, "{cells}")
+        stored = _read(file, command, (EXTERNAL, OWN, "X"))
+    _refuse_other_cells(command, stored.names, names, "{cells}", "")
     is_infinite = ~np.isfinite(stored.vectors).all(axis=1)
     if is_infinite.any():
         raise DataError(
@@ -236,15 +239,8 @@ class _Stored(NamedTuple):
     about: dict[str, Any]  # uns["cellmill"] if the vectors are from stage embed, else empty
 
 
-def _read(
-    file: h5py.File,
-    source: str,
-    wanted: tuple[str, ...],
-    names: pd.Index | None = None,
-    cells: str = "",
-    remedy: str = "",
-) -> _Stored:
-    """The first array of `wanted` that the file has; its obs names must be `names`."""
+def _read(file: h5py.File, source: str, wanted: tuple[str, ...], remedy: str = "") -> _Stored:
+    """The first array of `wanted` that the file has."""
     with explain_damage(f"{source}: obs, obsm or uns", remedy):
         stored_names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
         key = next((name for name in wanted if PATHS[name] in file), wanted[-1])
@@ -252,9 +248,6 @@ def _read(
         about = {}
         if key == OWN and stored is not None:
             about = dict(read_elem(file["uns"][ABOUT]))
-    if names is not None:
-        then = remedy.replace("; ", "; give the cells that were embedded, or ", 1)
-        _refuse_other_cells(source, stored_names, names, cells, then)
     if not isinstance(stored, h5py.Dataset) or stored.ndim != 2 or stored.dtype.kind not in "fiu":
         # a null dataset, as anndata 0.12 writes for X = None, has no shape
         is_dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
