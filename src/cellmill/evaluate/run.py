@@ -138,8 +138,8 @@ def _run_missing(
     """
     n_processes = _count_processes(task_runs, context)
     estimated_s = _estimate_and_print_plan(task_runs, context, finished.ratios.read(), n_processes)
-    reads_label = [context.options.tasks[task_run.task_name].reads_label for task_run in task_runs]
-    if n_processes > 1 and any(reads_label) and "label" in context.roles:
+    any_reads_label = any(context.options.tasks[each.task_name].reads_label for each in task_runs)
+    if n_processes > 1 and any_reads_label and "label" in context.roles:
         # computed before processes fork, and with one thread as in run_task: the same to the bit
         with threadpool_limits(1):
             _ = context.model.components
@@ -199,19 +199,18 @@ def _list_task_runs(
     left_out: Mapping[str, list[str]],
 ) -> Iterator[_TaskRun]:
     """Each task, then for each further label the tasks that read a label."""
-    for name, task in tasks.items():
-        omitted = left_out.get(name)
-        path = finished.path(name, task, context, omitted)
-        yield _TaskRun(name, name, task, context, path, omitted)
+    contexts = {"": context}  # by the end of the names of their runs
     for role, column in context.roles.items():
-        if role == "label" or not is_label(role):
-            continue
-        relabelled = replace(context, roles={**context.roles, "label": column})
+        if is_label(role) and role != "label":
+            roles = {**context.roles, "label": column}
+            contexts[f" of {column.name}"] = replace(context, roles=roles)
+    for end, labelled in contexts.items():
         for name, task in tasks.items():
-            if context.options.tasks[name].reads_label:
-                omitted = left_out.get(name)
-                path = finished.path(name, task, relabelled, omitted)
-                yield _TaskRun(f"{name} of {column.name}", name, task, relabelled, path, omitted)
+            if end and not context.options.tasks[name].reads_label:
+                continue
+            omitted = left_out.get(name)
+            path = finished.path(name, task, labelled, omitted)
+            yield _TaskRun(name + end, name, task, labelled, path, omitted)
 
 
 def _count_processes(task_runs: Sequence[_TaskRun], context: Context) -> int:
