@@ -26,7 +26,7 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.embed import InferenceModel, embed_cells, load_for_inference
 from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.predictions import RESPONSE, ChangePredictor
+from cellmill.evaluate.tasks.perturbation.predictions import RESPONSE_HEAD, ChangePredictor
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
 from cellmill.evaluate.tasks.perturbation.units import PerturbedUnits
@@ -135,7 +135,7 @@ def test_responses_are_those_that_the_task_scores(screen: Screen) -> None:
     scores = score_predictions(held, [fold], [predicted])
     rows = {name.split(", ")[1]: name for name in response.obs if name.startswith("MAE")}
     methods = {method.name: method for method in predicted}
-    by_row = {"the response": RESPONSE, "the mean of other perturbations": methods["mean"]}
+    by_row = {"the response": RESPONSE_HEAD, "the mean of other perturbations": methods["mean"]}
     for name, method in (by_row | {"no change": methods["no change"]}).items():
         for metric, by_method in scores.items():
             column = rows[name].replace("MAE", metric)

@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cellmill.evaluate.inference.perturb.units import TASK_DEFAULTS, MeasuredUnits, Units
+from cellmill.evaluate.inference.perturb.requested_units import (
+    TASK_DEFAULTS,
+    MeasuredUnits,
+    RequestedUnits,
+)
 from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.tasks.perturbation.baselines import NO_CHANGE, ChangesByMethod
@@ -34,7 +38,7 @@ class FileChanges(NamedTuple):
 
 def compare_responses(
     profiles: Profiles,
-    units: Units,
+    units: RequestedUnits,
     predicted: np.ndarray,
     measured: MeasuredUnits,
     trained: Sequence[str],

@@ -24,6 +24,11 @@ from cellmill.errors import ConfigError
 from cellmill.evaluate.inference.embed import InferenceModel, describe_limits, embed_cells
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.perturb.comparison import compare_responses
+from cellmill.evaluate.inference.perturb.requested_units import (
+    MeasuredUnits,
+    RequestedUnits,
+    list_units,
+)
 from cellmill.evaluate.inference.perturb.screen import (
     SEED,
     PerturbationScreen,
@@ -31,7 +36,6 @@ from cellmill.evaluate.inference.perturb.screen import (
     check_request,
     read_screen,
 )
-from cellmill.evaluate.inference.perturb.units import MeasuredUnits, Units, list_units
 from cellmill.evaluate.seen.seen_cells import Seen, mark_seen_cells
 from cellmill.evaluate.tasks.perturbation.profiles import START_HALF
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
@@ -106,7 +110,9 @@ def predict_response(
     return response, [*notes, *limits, *describe_limits(embedding)]
 
 
-def _share_strata(screen: PerturbationScreen, units: Units, measured: MeasuredUnits) -> np.ndarray:
+def _share_strata(
+    screen: PerturbationScreen, units: RequestedUnits, measured: MeasuredUnits
+) -> np.ndarray:
     """(U, strata) float64: share of each stratum in the measured cells of a unit, or else in the controls
     with its value of `by`.
     """
@@ -123,7 +129,7 @@ def _share_strata(screen: PerturbationScreen, units: Units, measured: MeasuredUn
 
 
 def _make_obs(
-    units: Units, by: str | None, measured: MeasuredUnits, scores: dict[str, np.ndarray]
+    units: RequestedUnits, by: str | None, measured: MeasuredUnits, scores: dict[str, np.ndarray]
 ) -> pd.DataFrame:
     """A row for each unit; values of option `by` have the name of its column."""
     columns: dict[str, Any] = {"perturbation": units.names}
@@ -146,7 +152,7 @@ def _make_layers(
     return {name: values.astype(np.float32) for name, values in layers.items()}
 
 
-def _describe_limits(units: Units, screen: PerturbationScreen, seen: Seen) -> list[str]:
+def _describe_limits(units: RequestedUnits, screen: PerturbationScreen, seen: Seen) -> list[str]:
     """Lines on untrained perturbations, on doses that get the same prediction, and on seen controls."""
     lines = []
     untrained = list(dict.fromkeys(np.array(units.names)[~units.trained].tolist()))

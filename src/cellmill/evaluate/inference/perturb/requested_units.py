@@ -27,7 +27,7 @@ from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF
 TASK_DEFAULTS = PerturbationConfig.model_validate({})  # options of task perturbation
 
 
-class Units(NamedTuple):
+class RequestedUnits(NamedTuple):
     """Perturbations to predict, each with every value of option `by`."""
 
     names: list[str]
@@ -55,7 +55,9 @@ class MeasuredUnits:
         return self.n_cells >= TASK_DEFAULTS.min_cells
 
     @classmethod
-    def read(cls, screen: PerturbationScreen, units: Units, is_compared: np.ndarray) -> Self:
+    def read(
+        cls, screen: PerturbationScreen, units: RequestedUnits, is_compared: np.ndarray
+    ) -> Self:
         """Measure the units over the cells of the mask `is_compared`, bool (cells,)."""
         profiles = screen.profiles
         number = {pair: unit for unit, pair in enumerate(zip(units.names, units.by_values))}
@@ -75,7 +77,7 @@ def list_units(
     vocabulary: Vocabulary,
     trained: Sequence[str],
     control: str,
-) -> Units:
+) -> RequestedUnits:
     """Units of the named perturbations, or of all that the model was `trained` on with the control
     `control`.
 
@@ -87,7 +89,7 @@ def list_units(
         _check_known(name, genes[name], vocabulary, trained)
     has_stratum = screen.profiles.stratum >= 0
     values = np.unique(screen.by_values[screen.is_control & has_stratum]).tolist()
-    return Units(
+    return RequestedUnits(
         names=[name for name in names for _ in values],
         by_values=len(names) * values,
         genes=[genes[name] for name in names for _ in values],

@@ -28,7 +28,7 @@ from cellmill.evaluate.tasks.perturbation.profiles import START_HALF
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, PerturbedUnits
 
-RESPONSE = replace(EMBEDDING, classifier="response head")
+RESPONSE_HEAD = replace(EMBEDDING, classifier="response head")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ChangePredictor:
                     changes, fitted, tested, units.perturbation, units.dose, controls
                 )
             if self.responses is not None:
-                predicted[RESPONSE] = self.responses[tested]
+                predicted[RESPONSE_HEAD] = self.responses[tested]
             yield predicted
 
     def _predict_from_parts(self, fold: Fold) -> ChangesByMethod:
