@@ -69,17 +69,17 @@ def _decode_profiles(
     """(C, G) float32: expression from the profile that the decoder predicts for each vector."""
     network = cells.network
     device = cells.device
-    measured = cells.measured_genes
-    hidden_columns = np.searchsorted(measured, cells.hidden_genes)
-    measured_tokens = torch.from_numpy(measured + len(SPECIAL)).to(device)
+    genes = cells.visible_and_hidden_genes
+    hidden_columns = np.searchsorted(genes, cells.hidden_genes)
+    tokens = torch.from_numpy(genes + len(SPECIAL)).to(device)
     visible = cells.visible_counts
     blocks = []
     for block_start in range(0, len(vectors), DECODED_CELLS):
         block = slice(block_start, block_start + DECODED_CELLS)
         predicted = network.decoder(torch.from_numpy(vectors[block]).to(device))
         logits = token_logits(predicted, network.profile_genes.weight, network.profile_bias)
-        # shares of the measured genes sum to 1
-        shares = logits[:, measured_tokens].double().softmax(1)
+        # shares of the visible and hidden genes sum to 1
+        shares = logits[:, tokens].double().softmax(1)
         hidden_shares = shares.cpu().numpy()[:, hidden_columns]
         if objective.predicts_log_counts:
             blocks.append(expression_from_log_shares(hidden_shares, visible[block]))

@@ -101,10 +101,10 @@ def _choose_noise_and_weight(
         decoded = decode_expression(cells, vectors)
         assert decoded is not None, "expected a model with cell_decoding"
         decoded = _centre(decoded, group)
-        measured = _centre(cells.hidden_expression, group)
-        n_varying += int(np.count_nonzero(_dot(measured, measured)))
+        true = _centre(cells.hidden_expression, group)
+        n_varying += int(np.count_nonzero(_dot(true, true)))
         for row, by_ridge in enumerate(cells.predict_by_ridge(ridge, NOISES)):
-            scores[row] += _score_weights(decoded, _centre(by_ridge, group), measured)
+            scores[row] += _score_weights(decoded, _centre(by_ridge, group), true)
     if not n_varying:
         return None
     best, column = np.unravel_index(scores.argmax(), scores.shape)
@@ -124,18 +124,18 @@ def _centre(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     return np.where(is_rounding, 0, centred)
 
 
-def _score_weights(decoded: np.ndarray, by_ridge: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """(weights,): sum over genes of the correlation between the weighted mean and the measured values,
+def _score_weights(decoded: np.ndarray, by_ridge: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """(weights,): sum over genes of the correlation between the weighted mean and the true expression,
     all (C, G) with means of 0; 0 for a gene without a correlation.
     """
     weight = WEIGHTS[:, None]
     rest = 1 - weight
-    covariance = weight * _dot(decoded, measured)
-    covariance += rest * _dot(by_ridge, measured)
+    covariance = weight * _dot(decoded, true)
+    covariance += rest * _dot(by_ridge, true)
     variance = weight**2 * _dot(decoded, decoded)
     variance += rest**2 * _dot(by_ridge, by_ridge)
     variance += 2 * weight * rest * _dot(decoded, by_ridge)
-    product = np.maximum(variance, 0) * _dot(measured, measured)
+    product = np.maximum(variance, 0) * _dot(true, true)
     correlations = divide(covariance, np.sqrt(product))
     return np.nan_to_num(correlations).sum(1)
 

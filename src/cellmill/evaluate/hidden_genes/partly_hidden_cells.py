@@ -3,7 +3,7 @@
 A hidden gene is treated as one that was not measured. Its counts are removed before anything is
 computed from a cell. A model whose tokens include zeros (`tokens.zero_frac`) gets no zero for it.
 
-Legend: C cells, F columns of the file, V genes of the vocabulary, G hidden genes, H hidden width.
+Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +36,7 @@ class PartlyHiddenCells:
     token_options: Tokens
     precision: str
     gene_columns: GeneColumns  # columns of `counts` as rows of the vocabulary
-    counts: sp.csr_matrix  # (C, F), with the hidden genes
+    counts: sp.csr_matrix  # (C, columns of the file), with the hidden genes
     hidden_genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
     levels: np.ndarray | None  # (C, obs columns): level codes that the model reads, if any
 
@@ -62,8 +62,8 @@ class PartlyHiddenCells:
         )
 
     @cached_property
-    def measured_genes(self) -> np.ndarray:
-        """(M,) int64: rows of the genes that have a column or are hidden, ascending."""
+    def visible_and_hidden_genes(self) -> np.ndarray:
+        """Rows of the genes that have a column or are hidden, ascending; int64."""
         target = self.gene_columns.target
         return np.union1d(target[target >= 0], self.hidden_genes)
 
@@ -74,7 +74,7 @@ class PartlyHiddenCells:
 
     @cached_property
     def visible_file_counts(self) -> sp.csr_matrix:
-        """(C, F): counts of the visible genes, in the columns of the file."""
+        """(C, columns of the file): counts of the visible genes."""
         is_hidden = np.isin(self.gene_columns.target, self.hidden_genes)
         return keep_columns(self.counts, ~is_hidden)
 
@@ -97,7 +97,7 @@ class PartlyHiddenCells:
         return np.asarray(profiles[:, self.hidden_genes].toarray())
 
     def _select_known(self, counts: sp.csr_matrix) -> sp.csr_matrix:
-        """(C, V): counts (C, F) of the genes that the model knows."""
+        """(C, V): counts (C, columns of the file) of the genes that the model knows."""
         return select_columns(counts, self.gene_columns.target, self.vocabulary.n_genes)
 
     def tokenize(self) -> Iterator[Batch]:
@@ -125,7 +125,7 @@ class PartlyHiddenCells:
         """(C, G) float32: expression of the hidden genes, from the visible ones, for each of `noises`,
         in units of the noise of the regression.
         """
-        visible_genes = np.setdiff1d(self.measured_genes, self.hidden_genes)
+        visible_genes = np.setdiff1d(self.visible_and_hidden_genes, self.hidden_genes)
         return ridge.predict(self.visible_counts, visible_genes, self.hidden_genes, noises)
 
 

@@ -78,18 +78,19 @@ class GeneRidge:
         `visible_genes` and `hidden_genes` are rows of the vocabulary.
         """
         shares = self.shares.astype(np.float64)
-        known = shares[visible_genes].sum()
-        # counts per 10,000 of all measured genes: the hidden ones have their mean share
-        per_cell = TARGET_SUM * known / max(known + shares[hidden_genes].sum(), 1e-9)
+        visible_share = shares[visible_genes].sum()
+        hidden_share = shares[hidden_genes].sum()
+        # counts per 10,000 are of visible and hidden genes: the hidden ones have their mean share
+        visible_sum = TARGET_SUM * visible_share / max(visible_share + hidden_share, 1e-9)
         totals = visible_counts.sum(axis=1, dtype=np.float64)
         depth = np.maximum(np.asarray(totals), 1e-9)
-        profiles = visible_counts.multiply(per_cell / depth).tocsr().log1p()
+        profiles = visible_counts.multiply(visible_sum / depth).tocsr().log1p()
         loadings = self.loadings.astype(np.float64)
-        known_loadings = loadings[:, visible_genes]
+        visible_loadings = loadings[:, visible_genes]
         # other genes have no counts
         products = profiles @ loadings.T
-        products -= known_loadings @ self.means[visible_genes]
-        gram = known_loadings @ known_loadings.T
+        products -= visible_loadings @ self.means[visible_genes]
+        gram = visible_loadings @ visible_loadings.T
         predictions = []
         for noise in noises:
             penalty = self.noise * np.float32(noise) * np.eye(len(loadings))

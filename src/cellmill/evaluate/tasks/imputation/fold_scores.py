@@ -37,22 +37,23 @@ class FoldPrediction:
     values: np.ndarray  # (cells, G)
 
 
-def make_columns(predictions: Iterable[FoldPrediction], measured: np.ndarray) -> list[ScoreColumn]:
+def make_columns(predictions: Iterable[FoldPrediction], true: np.ndarray) -> list[ScoreColumn]:
     """A column for each metric: means over the folds of a repetition, for methods that have the
-    metric. `measured`, (C, G), is the expression of all cells.
+    metric. `true`, (C, G), is the measured expression of all cells.
     """
-    n_cells, n_genes = measured.shape
+    n_cells, n_genes = true.shape
     # sums and counts of scores, (2, repetitions, cells or genes), by metric and method
     totals: dict[str, ByMethod] = {metric: {} for metric in METRICS}
     for prediction in predictions:
-        scores = score_expression(prediction.values, measured[prediction.cells])
+        scores = score_expression(prediction.values, true[prediction.cells])
         for metric, unit_scores in scores.items():
             units = prediction.cells
-            shape = (2, prediction.n_repetitions, n_cells)
+            n_units = n_cells
             if metric.endswith("by gene"):
                 units = np.arange(n_genes)
-                shape = (2, prediction.n_repetitions, n_genes)
-            total = totals[metric].setdefault(prediction.method, np.zeros(shape))
+                n_units = n_genes
+            zeros = np.zeros((2, prediction.n_repetitions, n_units))
+            total = totals[metric].setdefault(prediction.method, zeros)
             total[0, prediction.repetition, units] += np.nan_to_num(unit_scores)
             total[1, prediction.repetition, units] += np.isfinite(unit_scores)
     columns = []
@@ -67,18 +68,18 @@ def make_columns(predictions: Iterable[FoldPrediction], measured: np.ndarray) ->
     return columns
 
 
-def score_expression(predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
+def score_expression(predicted: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
     """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
     is NaN.
     """
     predicted = predicted.astype(np.float64)
-    measured = measured.astype(np.float64)
+    true = true.astype(np.float64)
     rank_in_gene = rankdata(predicted, axis=0)
     rank_in_cell = rankdata(predicted, axis=1)
     return {
-        "Pearson by gene": column_correlations(predicted, measured),
-        "Spearman by gene": column_correlations(rank_in_gene, rankdata(measured, axis=0)),
-        "Pearson by cell": column_correlations(predicted.T, measured.T),
-        "Spearman by cell": column_correlations(rank_in_cell.T, rankdata(measured, axis=1).T),
-        "MSE": np.square(predicted - measured).mean(1),
+        "Pearson by gene": column_correlations(predicted, true),
+        "Spearman by gene": column_correlations(rank_in_gene, rankdata(true, axis=0)),
+        "Pearson by cell": column_correlations(predicted.T, true.T),
+        "Spearman by cell": column_correlations(rank_in_cell.T, rankdata(true, axis=1).T),
+        "MSE": np.square(predicted - true).mean(1),
     }

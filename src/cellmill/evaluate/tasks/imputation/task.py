@@ -4,7 +4,7 @@ The model is compared with regressions on its own training cells (`training_cell
 folds of the scored cells are fitted on other, mostly fewer, cells. They have rows of their own, and no
 verdict compares them with the model.
 
-Legend: C cells, F columns of the file, G hidden genes.
+Legend: C cells, G hidden genes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -121,8 +121,8 @@ class Imputation(Task):
     def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
         """Rows of the vocabulary to hide, ascending, (G,) int64: the listed genes or a draw.
 
-        Only genes that enough of the cells, with `counts` (C, F), express are hidden. Raises Skipped
-        if there is none.
+        Only genes that enough of the cells express are hidden. `counts`, (C, columns of the file), are
+        their counts. Raises Skipped if there is none.
         """
         config = self.config
         n_genes = context.model.vocabulary.n_genes
