@@ -91,7 +91,7 @@ class PartNames:
         """Parts of a name of the file at each delimiter."""
         return {self.divide(name, delimiter) for delimiter in (self.delimiter, *DELIMITERS)}
 
-    def undivided(self, names: Iterable[str]) -> list[str]:
+    def possible_combinations(self, names: Iterable[str]) -> list[str]:
         """Names that are not divided, and whose parts at another delimiter are all other names."""
         known = {*names}
         return [
@@ -112,7 +112,7 @@ class SplitFile:
     splits: Mapping[tuple[str, str], str]  # by perturbation and context, as `Line` has them
     # novelty of tested perturbations that the file states, in the words of `divide_by_novelty`
     novelty_in_file: Mapping[str, str]
-    undivided: list[str]  # see `PartNames`
+    possible_combinations: list[str]  # see `PartNames`
 
     @classmethod
     def read(cls, config: PerturbationConfig, context: Context) -> Self:
@@ -144,7 +144,7 @@ class SplitFile:
             splits[key] = _join_splits(where, line, splits.get(key), path.suffix.lower() == ".toml")
             if line.split in GEARS_GROUPS:
                 novelty_in_file[perturbation] = GEARS_GROUPS[line.split]
-        return cls(path, role, names, splits, novelty_in_file, names.undivided(known))
+        return cls(path, role, names, splits, novelty_in_file, names.possible_combinations(known))
 
     def assign(self, perturbation: np.ndarray, unit_contexts: np.ndarray) -> np.ndarray:
         """(U,) text: split of each unit, empty without one. Raises DataError for a context without

@@ -256,10 +256,11 @@ def note_contradictions(
                     f"{len(differing):,} units that {split_file.path} counts as {file_novelty}, the first "
                     f"{names[differing[0]]}, are scored as {novelty}, by the perturbations in {TRAIN}."
                 )
-    if split_file.undivided:
+    combinations = split_file.possible_combinations
+    if combinations:
         notes.append(
-            f"{len(split_file.undivided):,} perturbations, the first {split_file.undivided[0]}, have the names of two "
-            "others but count as one; if they are combinations, set combination_delimiter."
+            f"{len(combinations):,} perturbations, the first {combinations[0]}, have the names of two others but count "
+            "as one; if they are combinations, set combination_delimiter."
         )
     return notes
 

@@ -82,7 +82,7 @@ class PerturbedUnits:
             context.reader,
             context.gene_columns,
             context.roles,
-            dict.fromkeys(roles),
+            roles,
             context.options.seed,
         )
         if profiles.stratum.max() < 0:
@@ -103,10 +103,7 @@ class PerturbedUnits:
         has_enough = units["n_cells"] >= config.min_cells
         kept = units[has_enough]
         unit_of_cell = kept.index.get_indexer(cells["unit"])
-        if split_file is None:
-            part_names = PartNames(context, config.combination_delimiter)
-        else:
-            part_names = split_file.names
+        delimiter = config.combination_delimiter
         return cls(
             context,
             config,
@@ -121,7 +118,7 @@ class PerturbedUnits:
             is_testable=is_testable[kept["group"]].to_numpy(bool),
             in_trained_group=in_training[kept["group"]].to_numpy(bool),
             left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
-            part_names=part_names,
+            part_names=split_file.names if split_file else PartNames(context, delimiter),
             split_file=split_file,
         )
 
