@@ -101,13 +101,7 @@ class Integration(Task):
             raise Skipped(
                 f"expected labelled scored cells of two batches or more, got {len(names)}", figures
             )
-        classes, labels = np.unique(labelled.labels, return_inverse=True)
-        if not 2 <= len(classes) < len(labels):
-            raise Skipped(
-                f"expected two labels or more, and fewer labels than cells, got {len(classes)} labels of "
-                f"{len(labels)} scored cells with a batch",
-                figures,
-            )
+        _, labels = np.unique(labelled.labels, return_inverse=True)
         return CellsOfBatches(labelled.cells, batches, labels, figures)
 
     def _score(
