@@ -134,8 +134,8 @@ def precompute_folds(
     known: dict[str, np.ndarray],
     names: Iterable[str] = (REGRESSION, UNSCALED_REGRESSION),
 ) -> None:
-    """Fit the large regressions on `shared` features together for all folds, and add what they predict
-    to `known`, predictions by key, where `CachedClassifiers` finds it.
+    """Fill `known`, a cache of predictions by key, where `CachedClassifiers` finds them: fit the large
+    regressions on `shared` features together for all folds.
 
     A regression is large if it has no more cells than genes and is not a small problem.
     """

@@ -15,6 +15,8 @@ With fewer cells than features, U is the Cholesky factor of UUᵀ instead, a sma
 features, U has one more column, for the intercept. By the formula of the penalty, the value c^-½ of
 this column leaves the intercept without one.
 
+The gradient of the objective, for probabilities p and targets t, is Uᵀ(a + (p - t) / n - c Uv / n).
+
 Every v is Uᵀa, where a has a value for each cell and class, so a step is one product of dual
 coefficients with UUᵀ. A RIDGE on its diagonal, as if each cell had a small feature of its own, bounds
 dual coefficients that change no logit.

@@ -1,1 +1,3 @@
-"""Vectors, labels and knock-outs of the cells of a file by an exported model, and their files."""
+"""Results of an exported model on the cells of a file, and their files: vectors, labels, numbers and
+their calibration, hidden genes, knock-outs, responses to perturbations, and UMAP.
+"""

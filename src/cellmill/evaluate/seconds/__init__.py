@@ -1,1 +1,1 @@
-"""CPU-seconds of tasks, planned before they start."""
+"""Estimates of the CPU-seconds of tasks, from the sizes of a dataset, and the plan that is printed."""

@@ -64,7 +64,11 @@ def find_training_cells_of_run(train: Path, fingerprint: str) -> KnownTrainingCe
 
 
 def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainingCells:
-    """Add the cells of the ancestors of `model`, whose folders are not in `visited`."""
+    """Add the cells of the ancestors of `model`, whose folders are not in `visited`.
+
+    The digest list of a model also has the cells of its ancestors, and the names of those whose cells
+    it lacks. So below a model with a list, no ancestor is missing that the list does not name.
+    """
     if model.manifest is None and model.digests is None:
         return KnownTrainingCells({}, {}, model.problem, [])
     manifests: dict[str, Manifest] = {}

@@ -68,8 +68,8 @@ class Clustering(Task):
             for method, values in features.items()
         }
         columns = []
-        *choice, fixed = config.levels()
-        for level in (*choice, fixed):
+        *best, fixed = config.levels()  # texts in headings
+        for level in (*best, fixed):
             for metric, score in (("ARI", ari_scores), ("NMI", nmi_scores)):
                 scores = {}
                 for method, clusters in clusters_by_method.items():
@@ -81,7 +81,7 @@ class Clustering(Task):
         rows = table_rows(columns)
         for row in rows:
             clusters = clusters_by_method[row.method]
-            if choice:
+            if best:
                 row.numbers["best resolution"] = clusters.best_resolution
                 row.numbers["clusters there"] = _average_n_clusters(clusters.at_best)
             row.numbers["clusters, fixed"] = _average_n_clusters(clusters.at_fixed)

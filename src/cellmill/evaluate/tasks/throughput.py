@@ -17,7 +17,7 @@ class Throughput(Task):
         return 0.0
 
     def run(self, context: Context) -> TaskResult:
-        """One row."""
+        """Time and memory of the embedding, in one row."""
         cost = context.embedding_cost
         n_cells = context.reader.n_obs
         numbers = {

@@ -123,11 +123,14 @@ class Degraded(Task):
         fitter: ComponentFitter | None,
         generator: np.random.Generator,
     ) -> FeaturesByLevel:
-        """Features adapted to `level`: in low_depth of the cells at every level, in missing_genes only
-        of the cells at this one.
+        """Features adapted to `level`.
 
-        `counts` and `features` are of the evaluated cells; `fitter` is None if training cells
-        have no counts.
+        If they are of the cells at every level, as in low_depth, classifiers are fitted in all three
+        ways. If they are of the cells at `level` only, as in missing_genes, all three columns have the
+        *matched* prediction.
+
+        `counts` and `features` are of the evaluated cells; `fitter` is None if training cells have no
+        counts.
         """
         raise NotImplementedError
 
@@ -261,6 +264,7 @@ class Degraded(Task):
             if level == WHOLE:
                 predicted[WHOLE] = predict_all(by_level[WHOLE], tested)
                 continue
+            # without whole cells, as of a panel, the cells at this level stand in for them
             of_whole_cells = by_level.get(WHOLE, by_level[level])
             predicted[f"{level}, {MATCHED}"] = predict_all(by_level[level], tested)
             predicted[f"{level}, {SHIFTED}"] = predict_all(of_whole_cells, tested)
