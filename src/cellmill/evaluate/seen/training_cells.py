@@ -7,7 +7,6 @@ train/run.json names the shards, and the models that the run started from or lea
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,17 +145,16 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
         return None, f"{record} is missing, which names the shards"
     path = Path(read_json(record)["manifest"])
     problem = f"{path} was not found"
+    columns = options.read_columns(), options.number_columns()
     for candidate in _find_existing(path, train):
+        problem = f"{path} is of other shards by now"
         try:
-            manifest = Manifest.read(candidate)
+            if Manifest.read(candidate).fingerprint_with(*columns) == fingerprint:
+                return candidate, ""
         except DataError as error:
             problem = str(error)
-            continue
-        with suppress(KeyError):  # without these columns: other shards
-            columns = options.read_columns(), options.number_columns()
-            if manifest.fingerprint_with(*columns) == fingerprint:
-                return candidate, ""
-        problem = f"{path} is of other shards by now"
+        except KeyError:
+            pass  # without these columns: of other shards
     return None, problem
 
 

@@ -35,11 +35,9 @@ def make_folds(units: PerturbedUnits) -> Iterator[Fold]:
     """Folds by what the model saw and by what is held out. Empty if the model saw cells of all groups,
     if there are fewer than two groups, or for doses if no compound has FEWEST_DOSES of them.
     """
-    n_groups = len(np.unique(units.group_of_unit))
-    n_testable = len(np.unique(units.group_of_unit[units.is_testable]))
-    if n_groups < 2 or not n_testable:
+    if len(np.unique(units.group_of_unit)) < 2 or not units.is_testable.any():
         return
-    if n_testable < n_groups:
+    if not units.is_testable.all():
         yield _test_the_rest(units)
     elif units.held_out == DOSE:
         yield from _divide_doses(units)
