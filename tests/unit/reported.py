@@ -100,14 +100,14 @@ def make_run(folder: Path) -> Path:
     write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
     write(
         folder / "train/status.json",
-        {"state": "done", "step": 199, "cells": 6368, "best_val_loss": 0.4321},
+        {"state": "done", "step": 199, "cells": 6368, "best_value": 0.4321, "best_step": 150},
     )
     write(folder / "train/metrics.jsonl", '{"step": 1, "loss": 2.0, "peak_resident_gb": [0.5, 0.7123]}\n'
            '{"step": 2, "loss": 1.5, "peak_resident_gb": [0.6, 0.7]}\n'
            '{"step": 2, "val_loss": 1.6}\n{"step": 3, "lo')  # fmt: skip
     write(
         folder / "train/run.json",
-        {"options": {"train": {"lr": 0.001}}, "environment": {"torch": "2.99.1"}},
+        {"options": {"train": {"lr": 0.001, "best_metric": "val_hidden_genes"}}, "environment": {"torch": "2.99.1"}},
     )
     write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
     (folder / "evaluate").mkdir(parents=True, exist_ok=True)

@@ -49,12 +49,13 @@ RUN_FILES: dict[str, Any] = {
         "cells_seen": 160, "world_size": 1,
     },
     "train/status.json": {
-        "state": "done", "step": 5, "cells": 160, "train_loss": 1.5, "best_val_loss": 1.4, "best_step": 4, "wall_s": 9,
+        "state": "done", "step": 5, "cells": 160, "train_loss": 1.5, "best_value": 1.4, "best_step": 4, "wall_s": 9,
         "skipped_steps": 0, "world_size": 1,
     },
     "train/run.json": {
         "options": {
-            "objective": {"name": "masked_value"}, "model": {"family": "profile", "hidden": 512}, "train": {"lr": 0.1},
+            "objective": {"name": "masked_value"}, "model": {"family": "profile", "hidden": 512},
+            "train": {"lr": 0.1, "best_metric": "val_loss"},
         },
         "environment": {"torch": "2"}, "fingerprint": "f", "supervised_by": ["label"],
     },

@@ -46,7 +46,12 @@ def write_runs(folder: Path) -> None:
         results.write(folder / name / "evaluate/metrics.json", Evaluation({"pbmc": dataset}))
         files = {
             "plan.json": {"parameters": 7, "cells": n, "steps": 5, "cells_seen": 160},
-            "train/status.json": {"best_val_loss": loss},
+            # the checkpoint with the best train.best_metric has another loss
+            "train/status.json": {"best_val_loss": 9.0, "best_value": 0.5, "best_step": 2},
+            "train/metrics.jsonl": "".join(
+                json.dumps({"step": step, "val_loss": value}) + "\n"
+                for step, value in ((2, 9.0), (4, loss), (6, float("nan")))
+            ),
         }
         for path, content in files.items():
             write(folder / name / path, content)
@@ -85,12 +90,12 @@ def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
     page = render("r", [], [], [read_sweep(out.parent / "curves.json")], charts)
     headings = re.findall(r"<h4>(.*?)(?: <|</h4>)", page, re.DOTALL)
     assert [heading for heading in headings if "loss" in heading or "f1" in heading] == [
-        "validation: val loss",
+        "validation: lowest val loss",
         "probe, pbmc: macro f1",
     ]
     titles = [chart.title for chart, _ in charts.charts]
     assert titles[:2] == [
-        "s, validation: val loss over cells (stream.train_frac)",
+        "s, validation: lowest val loss over cells (stream.train_frac)",
         "s, probe pbmc: macro f1 over cells (stream.train_frac)",
     ]
 
@@ -163,10 +168,10 @@ def test_two_axes_of_parameters_have_different_headings() -> None:
     headings = re.findall(r"<h4>(.*?)</h4>", page, re.DOTALL)
     titles = [f"over parameters ({axis})" for axis in axes]
     assert [re.sub("<.*?>", "", heading).strip() for heading in headings] == [
-        f"validation: val loss {title}" for title in titles
+        f"validation: lowest val loss {title}" for title in titles
     ]
     assert [chart.title for chart, _ in charts.charts] == [
-        f"s, validation: val loss {title}" for title in titles
+        f"s, validation: lowest val loss {title}" for title in titles
     ]
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +79,12 @@ class ReportedRun:
     def totals(self) -> dict[str, float | None]:
         """Totals of the cost; empty before training has ended."""
         return {} if self.cost is None else self.cost.totals
+
+    @property
+    def lowest_val_loss(self) -> float | None:
+        """The lowest validation loss in metrics.jsonl, whichever checkpoint is the best."""
+        losses = [line.val_loss for line in self.logged if line.val_loss is not None]
+        return min(filter(isfinite, losses), default=None)
 
     @property
     def evaluated_model(self) -> ModelSchema:

@@ -87,8 +87,8 @@ class StatusSchema(Schema):
     step: int | None = None  # optimizer steps so far
     cells_seen: int | None = Field(default=None, alias="cells")
     train_loss: float | None = None
-    best_val_loss: float | None = None
-    best_step: int | None = None  # step of `best_val_loss`
+    best_value: float | None = None  # of `train.best_metric`
+    best_step: int | None = None  # step of `best_value`
     wall_s: float | None = None
     skipped_steps: int | None = None
     world_size: int | None = None
@@ -114,6 +114,7 @@ class TrainOptionsSchema(Schema):
 
     lr: float | None = None
     epochs: float | None = None  # set if the length is given in epochs
+    best_metric: str | None = None  # chooses the best checkpoint; None if unknown
 
 
 class OptionsSchema(Schema):

@@ -47,7 +47,7 @@ class Checkpoint:
         return read_json(self.path / "state.json")
 
     def best_step(self) -> int | None:
-        """Step with the lowest validation loss when it was saved.
+        """Step with the best `train.best_metric` when it was saved.
 
         None if there was none, or if it is unreadable.
         """
@@ -149,7 +149,7 @@ class TrainFolder:
         return None, []
 
     def best(self) -> Checkpoint:
-        """The checkpoint with the lowest validation loss.
+        """The checkpoint with the best `train.best_metric`.
 
         The newest one if there was no validation.
         """

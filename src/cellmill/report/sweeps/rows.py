@@ -31,8 +31,8 @@ class Measure:
         return self.dataset, self.task, self.metric
 
 
-LOSS = Measure(dataset="", task="validation", row=None, metric="val_loss")
-"""The best validation loss of a run."""
+LOSS = Measure(dataset="", task="validation", row=None, metric="lowest_val_loss")
+"""The lowest validation loss of a run, also if another metric chooses its best checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SweepRow:
 
 
 def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow]:
-    """Rows of a run: its validation loss, then the values of each task that was not skipped.
+    """Rows of a run: its lowest validation loss, then the values of each task that was not skipped.
 
     `axis_values` are the run's values of the options that the sweep varies, by option.
     """
@@ -81,8 +81,8 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
         "cpu_core_hours": run.totals.get("cpu_core_hours"),
     }
     rows = []
-    if run.status is not None and run.status.best_val_loss is not None:
-        loss = run.status.best_val_loss
+    loss = run.lowest_val_loss
+    if loss is not None:
         rows.append(SweepRow(run_columns, LOSS, "model", loss, lower_is_better=True))
     if run.evaluation is not None:
         for dataset_name, task, result in run.evaluation.results():

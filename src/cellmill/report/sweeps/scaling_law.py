@@ -1,4 +1,4 @@
-"""Power law of the validation loss over sizes, loss = floor + factor * size ** -exponent.
+"""Power law of the lowest validation loss over sizes, loss = floor + factor * size ** -exponent.
 
 It is fitted to runs of several sizes as in Hoffmann et al. 2022 (Training compute-optimal large
 language models, section 3.3): L-BFGS minimises the Huber loss of log residuals, divided by its

@@ -45,7 +45,7 @@ class ScalingCurve:
     # these axes and values, such as `model.hidden 64, train.lr 0.1`; empty without further axes
     name: str
     points: Annotated[list[SizePoint], Field(min_length=1)]  # sorted by size
-    law: Law | NoLaw | None  # only of the validation loss, over one of LAW_QUANTITIES
+    law: Law | NoLaw | None  # only of LOSS, over one of LAW_QUANTITIES
 
 
 @dataclass(frozen=True)

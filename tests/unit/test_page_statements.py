@@ -1,0 +1,27 @@
+"""What the page says is true of unusual runs too: other best metrics, absent files, links."""
+
+import re
+from html import unescape
+from pathlib import Path
+
+from reported import make_run
+
+from cellmill.report.collect import read_run
+from cellmill.report.page import render
+
+
+def read_text(*runs: Path) -> str:
+    """The page of these runs as text."""
+    page = render("r", [*map(read_run, runs)], [])
+    shown = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
+
+
+def test_the_best_checkpoint_is_named_by_its_metric(tmp_path: Path) -> None:
+    text = read_text(make_run(tmp_path / "first"))
+    assert (
+        "run state parameters steps cells seen train loss lowest val loss best by best value best step "
+        "first done 1,234,567 199 6,368 – 1.6 val_hidden_genes 0.4321 150 "
+        "Best: the checkpoint with the best train.best_metric"
+    ) in text
+    assert "best val loss" not in text
