@@ -15,6 +15,7 @@ from cellmill.cli import main
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.page import render
+from cellmill.report.schemas import LoggedLineSchema, PlanSchema, RunRecordSchema
 from cellmill.report.side_by_side import compare_runs
 from cellmill.report.sweeps.rows import LOSS, SweepRow, list_rows
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
@@ -232,3 +233,50 @@ def test_a_law_is_fitted_only_where_the_data_support_one() -> None:
     assert flat.reason.startswith("the exponent is not determined: 95 % interval 0.00 to")
     assert fit_law(sizes[:6], 2 + noise[:6]) == NoLaw("3 sizes; a law with a floor needs 4")
     assert fit_law(sizes, noise) == NoLaw("a loss or size is not a positive finite number")
+
+
+def test_sizes_of_other_objectives_are_no_curve_of_parameters() -> None:
+    rows = []
+    for number, objective in enumerate(("cell_decoding", "denoise", "masked_value", "distill")):
+        options = {"objective": {"name": objective}}
+        record = RunRecordSchema.model_validate({"options": options})
+        plan = PlanSchema(parameters=100 + number)
+        lines = [LoggedLineSchema(step=1, val_loss=2.0 + number)]
+        run = ReportedRun(objective, plan, None, record, None, None, logged=lines)
+        rows += list_rows(run, {"objective.name": objective})
+    assert make_scalings(rows, ["objective.name"]) == []
+
+
+def test_named_points_of_one_objective_are_sizes() -> None:
+    rows = []
+    for name, parameters in (("small", 10), ("large", 1000)):
+        plan = PlanSchema(parameters=parameters)
+        lines = [LoggedLineSchema(step=1, val_loss=1.0)]
+        run = ReportedRun(name, plan, None, None, None, None, logged=lines)
+        rows += list_rows(run, {"width": name})
+    [scaling] = make_scalings(rows, ["width"])
+    assert scaling.quantity == "parameters"
+    assert [point.size for point in scaling.curves[0].points] == [10, 1000]
+
+
+def test_an_incomplete_grid_has_the_curves_of_the_whole_one() -> None:
+    rows = []
+    for lr, (hidden, parameters) in product((0.1, 0.2), ((16, 100), (32, 300))):
+        columns = {"train.lr": lr, "model.hidden": hidden, "parameters": parameters}
+        rows.append(SweepRow(columns, LOSS, "model", lr))
+    axes = ["train.lr", "model.hidden"]
+    for part in (rows, rows[:3]):
+        quantities = [scaling.quantity for scaling in make_scalings(part, axes)]
+        assert quantities == ["train.lr", "parameters"]
+
+
+def test_values_of_one_size_are_not_averaged_as_seeds() -> None:
+    rows = []
+    for train_frac, loss in ((0.101, 1.0), (0.102, 2.0)):
+        columns = {TRAIN_FRAC: train_frac, "cells": 10, "parameters": 7}
+        rows.append(SweepRow(columns, LOSS, "model", loss))
+    [scaling] = make_scalings(rows, [TRAIN_FRAC])
+    assert [(p.size, p.mean, p.sd, p.n) for p in scaling.curves[0].points] == [
+        (10, 1.0, None, 1),
+        (10, 2.0, None, 1),
+    ]

@@ -1,7 +1,8 @@
 """Rows of results.csv: one for each run of a sweep and each value by which it was judged."""
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cellmill.report.collect import ReportedRun
@@ -45,6 +46,7 @@ class SweepRow:
     value: float
     sd: float | None = None  # standard deviation over repetitions, if there were several
     is_best_baseline: bool = False  # True for the best baseline of the run
+    training_key: str = ""  # of `_make_training_key`
     lower_is_better: bool = False
 
     def to_csv_row(self) -> JsonObject:
@@ -88,7 +90,19 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
         for dataset_name, task, result in run.evaluation.results():
             if result.skipped is None:  # a skipped task may have figures, such as its seconds
                 rows += _list_task_rows(run_columns, dataset_name, task, result)
-    return rows
+    training_key = _make_training_key(run)
+    return [replace(row, training_key=training_key) for row in rows]
+
+
+def _make_training_key(run: ReportedRun) -> str:
+    """Text that is equal for runs whose models may differ in size, but in nothing that is learned.
+
+    These have the same family, objective, tokens and training data.
+    """
+    options = run.options.content
+    fingerprint = None if run.run_record is None else run.run_record.fingerprint
+    family = run.options.model.family
+    return json.dumps([family, options.get("objective"), options.get("tokens"), fingerprint])
 
 
 def _list_task_rows(

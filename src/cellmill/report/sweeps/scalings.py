@@ -2,13 +2,13 @@
 
 An *axis* is an option that the sweep varies. Its *quantity* is the column of results.csv whose
 values are the sizes, the x values of the curves: `cells` for the fraction of the corpus,
-`parameters` for options that change them, or else the axis itself.
+`parameters` for options that change only the size of the model, or else the axis itself.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
@@ -103,13 +103,13 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
     baselines = _find_best_baselines(by_measure)
     scalings = []
     for axis in axes:
-        quantity = _choose_quantity(rows, axis)
+        other_axes = [name for name in axes if name not in (axis, SEED)]
+        quantity = _choose_quantity(rows, axis, other_axes)
         if quantity is None:
             continue
-        other_axes = [name for name in axes if name not in (axis, SEED)]
         for measure in measures:
             may_have_law = measure == LOSS and quantity in LAW_QUANTITIES
-            curves = _make_curves(by_measure[measure], other_axes, quantity, may_have_law)
+            curves = _make_curves(by_measure[measure], axis, other_axes, quantity, may_have_law)
             baseline = baselines.get(measure.column)
             scalings.append(Scaling(axis, quantity, measure, curves, baseline))
     return scalings
@@ -171,53 +171,74 @@ def _list_values(rows: Sequence[SweepRow]) -> list[float]:
     return [row.value for row in rows]
 
 
-def _choose_quantity(rows: Sequence[SweepRow], axis: str) -> str | None:
+def _choose_quantity(
+    rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]
+) -> str | None:
     """The quantity of an axis; None if it has no sizes, so that no curve is drawn over it.
 
-    It is `cells` for fractions of the corpus. It is `parameters` if each value of the axis gives
-    models of other sizes. Otherwise it is the axis, if its values are numbers. Seeds, and an axis
-    with a single value, have none.
+    It is `cells` for fractions of the corpus. It is `parameters` if the axis changes the size of
+    the model and not what it learns. Otherwise it is the axis, if its values are numbers. Seeds,
+    and an axis with a single value, have none.
     """
-    by_value = _group(rows, lambda row: str(row.run_columns[axis]))
-    if axis == SEED or len(by_value) < 2:
+    if axis == SEED or len({str(row.run_columns[axis]) for row in rows}) < 2:
         return None
     if axis == TRAIN_FRAC and all(row.run_columns["cells"] is not None for row in rows):
         return "cells"
-    if _has_distinct_parameters(by_value.values()):
+    if _is_axis_of_sizes(rows, axis, other_axes):
         return "parameters"
     types = {type(row.run_columns[axis]) for row in rows}
     return axis if types <= {int, float} else None
 
 
-def _has_distinct_parameters(groups: Collection[Sequence[SweepRow]]) -> bool:
-    """True if all numbers of parameters are known, and no two groups have the same set of them."""
-    distinct_sets = {frozenset(row.run_columns["parameters"] for row in group) for group in groups}
-    are_known = not any(None in numbers for numbers in distinct_sets)
-    return are_known and len(distinct_sets) == len(groups)
+def _is_axis_of_sizes(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]) -> bool:
+    """True if values of the axis differ in their number of parameters, and runs in nothing learned.
+
+    Only runs with the same values on `other_axes` are compared. Some of them must have two values
+    of the axis.
+    """
+    has_several = False
+    for group in _group(rows, lambda row: _list_values_on(row, other_axes)).values():
+        sizes = {(str(row.run_columns[axis]), row.run_columns["parameters"]) for row in group}
+        numbers = {n_parameters for _, n_parameters in sizes}
+        values = {value for value, _ in sizes}
+        are_distinct = None not in numbers and len(sizes) == len(numbers) == len(values)
+        if not are_distinct or len({row.training_key for row in group}) > 1:
+            return False
+        has_several |= len(values) > 1
+    return has_several
+
+
+def _list_values_on(row: SweepRow, axes: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(row.run_columns[axis] for axis in axes)
 
 
 def _make_curves(
-    rows: Sequence[SweepRow], other_axes: Sequence[str], quantity: str, may_have_law: bool
+    rows: Sequence[SweepRow],
+    axis: str,
+    other_axes: Sequence[str],
+    quantity: str,
+    may_have_law: bool,
 ) -> list[ScalingCurve]:
     """A curve over `quantity` for each combination of values on `other_axes`.
 
     A law is fitted to each curve if `may_have_law`.
     """
     curves = []
-    groups = _group(rows, lambda row: tuple(row.run_columns[axis] for axis in other_axes))
+    groups = _group(rows, lambda row: _list_values_on(row, other_axes))
     for values, group in groups.items():
         law = None
         if may_have_law:
             law = fit_law([row.run_columns[quantity] for row in group], _list_values(group))
-        name = ", ".join(f"{axis} {value}" for axis, value in zip(other_axes, values))
-        curves.append(ScalingCurve(name, _average_over_seeds(group, quantity), law))
+        name = ", ".join(f"{other} {value}" for other, value in zip(other_axes, values))
+        curves.append(ScalingCurve(name, _average_over_seeds(group, axis, quantity), law))
     return curves
 
 
-def _average_over_seeds(rows: Sequence[SweepRow], quantity: str) -> list[SizePoint]:
-    """A point for each size, in ascending order."""
+def _average_over_seeds(rows: Sequence[SweepRow], axis: str, quantity: str) -> list[SizePoint]:
+    """A point for each value of the axis, by ascending size. Two values may have one size."""
     points = []
-    for size, group in sorted(_group(rows, lambda row: row.run_columns[quantity]).items()):
+    groups = _group(rows, lambda row: (row.run_columns[quantity], str(row.run_columns[axis])))
+    for (size, _), group in sorted(groups.items()):
         values = np.array(_list_values(group), np.float64)
         sd = float(values.std(ddof=1)) if len(values) > 1 else None
         points.append(SizePoint(size, float(values.mean()), sd, len(values)))
