@@ -20,6 +20,7 @@ from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
 AHEAD = ["level", "ahead"]
 LEVEL = ["level"]
 BEHIND = [*["level"] * 19, "behind"]
+STEP_300 = Evaluation({}, {"step": 300})
 COLLAPSING = [LoggedLineSchema(step=2, effective_rank=1.2)]
 SUPERVISED = ModelSchema(supervised_by=["cell_type"])
 BASELINES = (
@@ -121,8 +122,20 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ),
         (
             {},
-            {"evaluation": Evaluation({}, {"step": 300})},
+            {"evaluation": STEP_300, "status": StatusSchema(step=1600, best_step=300)},
             "set consolidate.checkpoint: last; the exported checkpoint is of step 300",
+        ),
+        # exported for unmeasured genes, as docs/objectives.md advises
+        (
+            {"train": {"best_metric": "val_hidden_genes"}},
+            {"evaluation": STEP_300, "status": StatusSchema(step=1600, best_step=300)},
+            "train it with other seeds",
+        ),
+        # a step of train.keep_steps
+        (
+            {},
+            {"evaluation": STEP_300, "status": StatusSchema(step=1600, best_step=400)},
+            "train it with other seeds",
         ),
         (
             {},

@@ -15,7 +15,7 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.run import auto_steps
 from cellmill.errors import ConfigError
 from cellmill.report.collect import ReportedRun
-from cellmill.report.schemas import PlanSchema
+from cellmill.report.schemas import PlanSchema, StatusSchema
 from cellmill.report.task_table import list_figures
 from cellmill.report.text import with_noun
 from cellmill.runs.collapse import advise_on_collapse
@@ -144,9 +144,13 @@ def _advise_on_steps(run: ReportedRun) -> str | None:
 
 
 def _advise_on_checkpoint(run: ReportedRun) -> str | None:
+    """Advice if the validation loss chose the exported checkpoint, and not another metric or a user."""
     exported = run.evaluated_model.step
-    last = None if run.status is None else run.status.step
-    if exported is None or last is None or exported >= last:
+    status = run.status or StatusSchema()
+    last = status.step
+    is_chosen_by_loss = run.options.train.best_metric in (None, "val_loss")
+    is_best = exported == status.best_step
+    if not (is_chosen_by_loss and is_best) or exported is None or last is None or exported >= last:
         return None
     return (
         f"set consolidate.checkpoint: last; the exported checkpoint is of step {exported:,} of {last:,}, and "
