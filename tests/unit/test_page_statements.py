@@ -4,8 +4,10 @@ import re
 from html import unescape
 from pathlib import Path
 
-from reported import make_run
+import pytest
+from reported import make_run, write
 
+from cellmill.errors import DataError
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
 
@@ -25,3 +27,14 @@ def test_the_best_checkpoint_is_named_by_its_metric(tmp_path: Path) -> None:
         "Best: the checkpoint with the best train.best_metric"
     ) in text
     assert "best val loss" not in text
+
+
+def test_a_damaged_line_of_the_log_is_to_be_deleted(tmp_path: Path) -> None:
+    log = make_run(tmp_path / "run") / "train/metrics.jsonl"
+    write(log, '{"step": 1, "loss": 2.0}\n{"step": 3, "gpu_power_w": [null]}\n{"step": 4, "lo')
+    with pytest.raises(DataError) as raised:
+        read_run(tmp_path / "run")
+    assert str(raised.value) == (
+        f"{log}: damaged: gpu_power_w.0: input should be a valid number, got None; "
+        "delete the line of step 3"
+    )

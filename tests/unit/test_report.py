@@ -355,7 +355,6 @@ def test_missing_folders_are_named(tmp_path: Path) -> None:
     [
         ("plan.json", {"memory": 3}),
         ("train/cost.json", {"totals": None}),
-        ("train/metrics.jsonl", '{"step": 1, "loss": "x", "peak_allocated_gb": 3}\n'),
         (
             "evaluate/metrics.json",
             {"format": 2, "datasets": {"a": {"tasks": {"probe": {"verdicts": [], "rows": 3}}}}},

@@ -1,7 +1,7 @@
 """Runs and corpora, read from their files for the page.
 
 A file that no stage has written yet is None or empty, and the page says so. A damaged file is a
-DataError that names it in one line; damaged lines of metrics.jsonl are left out.
+DataError that names it in one line. Lines of metrics.jsonl that are not whole are left out.
 """
 
 import sys
@@ -61,7 +61,7 @@ class ReportedRun:
     exported_model: ModelSchema | None  # model/config.json
     evaluation: Evaluation | None  # evaluate/metrics.json
     cost: CostSchema | None = None  # train/cost.json; None before training has ended
-    # metrics.jsonl, without damaged lines
+    # whole lines of metrics.jsonl: JSON objects with a step
     logged: list[LoggedLineSchema] = field(default_factory=list)
     umap: dict[str, UmapCells] = field(default_factory=dict)  # evaluate/umap.tsv, by dataset
     # metrics.json of kept checkpoints, by step in ascending order
@@ -140,7 +140,10 @@ def read_run(folder: Path) -> ReportedRun:
     _check_exists(folder, "run")
     train = folder / "train"
     log = train / "metrics.jsonl"
-    logged = [LoggedLineSchema.parse(log, line) for line in read_lines(log)]
+    logged = []
+    for line in read_lines(log):
+        remedy = f"delete the line of step {line['step']}"
+        logged.append(LoggedLineSchema.parse(log, line, remedy))
     metrics = folder / "evaluate" / "metrics.json"
     exported_model = ModelSchema.read_if_present(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None

@@ -37,12 +37,15 @@ class Schema(BaseModel):
         return self.model_dump(by_alias=True, exclude_unset=True)
 
     @classmethod
-    def parse(cls, path: Path, value: Any) -> Self:
-        """Check `value`, which is from the file `path`. Raise DataError if it does not match."""
+    def parse(cls, path: Path, value: Any, remedy: str = "make it again") -> Self:
+        """Check `value`, which is from the file `path`. Raise DataError if it does not match.
+
+        The error ends in `remedy`.
+        """
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise make_damage_error(path, error) from None
+            raise make_damage_error(path, error, remedy) from None
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -55,10 +58,12 @@ class Schema(BaseModel):
         return cls.read(path) if path.exists() else None
 
 
-def make_damage_error(path: Path, error: ValidationError) -> DataError:
+def make_damage_error(
+    path: Path, error: ValidationError, remedy: str = "make it again"
+) -> DataError:
     """A DataError that names the file's first problem in one line."""
     location, message = explain(error, Schema)
-    return DataError(f"{path}: damaged: {error_line(location, message)}; make it again")
+    return DataError(f"{path}: damaged: {error_line(location, message)}; {remedy}")
 
 
 class PlannedMemorySchema(Schema):
