@@ -35,6 +35,22 @@ def test_a_damaged_line_of_the_log_is_to_be_deleted(tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         read_run(tmp_path / "run")
     assert str(raised.value) == (
-        f"{log}: damaged: gpu_power_w.0: input should be a valid number, got None; "
-        "delete the line of step 3"
+        f"{log}: damaged: gpu_power_w.0: input should be a valid number, got None; delete the line of step 3"
     )
+
+
+def test_a_linked_run_has_the_name_of_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "scratch/run_17")
+    runs = tmp_path / "results/runs"
+    runs.mkdir(parents=True)
+    (runs / "pbmc").symlink_to(tmp_path / "scratch/run_17")
+    run = read_run(runs / "pbmc")
+    assert run.name == "pbmc"
+    trained = "results/runs/pbmc/train"
+    assert run.remake_commands["train/status.json"] == (
+        f"mv {trained} {trained}.$(date +%s) && snakemake --profile PROFILE {trained}/status.json"
+    )
+    monkeypatch.chdir(runs / "pbmc")
+    assert read_run(Path(".")).name == "run_17"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
 from cellmill.evaluate.inference.umap import read_umap
-from cellmill.report.remake_commands import list_remake_commands
+from cellmill.report.remake_commands import find_folder_name, list_remake_commands
 from cellmill.report.schemas import (
     BridgeSchema,
     BridgeValueSchema,
@@ -148,7 +148,7 @@ def read_run(folder: Path) -> ReportedRun:
     exported_model = ModelSchema.read_if_present(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
     return ReportedRun(
-        name=folder.resolve().name,
+        name=find_folder_name(folder),
         plan=PlanSchema.read_if_present(folder / "plan.json"),
         status=StatusSchema.read_if_present(train / "status.json")
         or StatusSchema.read_if_present(train / "state.json"),
@@ -250,7 +250,7 @@ def read_corpus(folder: Path) -> ReportedCorpus:
     vocabulary_path = folder / "vocabulary.tsv"
     vocabulary = Vocabulary.read(vocabulary_path) if vocabulary_path.exists() else None
     return ReportedCorpus(
-        name=folder.resolve().name,
+        name=find_folder_name(folder),
         qc_reports=[QcSchema.read(path) for path in qc_paths],
         manifest=ManifestSchema.read_if_present(folder / "shards" / "manifest.json"),
         n_genes=None if vocabulary is None else vocabulary.n_genes,

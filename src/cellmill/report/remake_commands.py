@@ -1,5 +1,6 @@
 """Snakemake commands that make the files of a run or corpus again, for the section on provenance."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -21,13 +22,18 @@ FILES_BY_KIND = {
 """Outputs of rules in a folder of results/runs or results/corpora, in the order of the stages."""
 
 
+def find_folder_name(folder: Path) -> str:
+    """Name of a folder of results, which is the link's if the folder is one."""
+    return os.path.basename(os.path.abspath(folder))
+
+
 def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
     """Command by file of `folder`, which is in results/<kind>.
 
     With `--force` a stage runs again although its file exists. Training runs again only if its
     folder is gone. The command moves the folder to a name with the time, so no weights are lost.
     """
-    results_folder = Path("results", kind, folder.resolve().name)
+    results_folder = Path("results", kind, find_folder_name(folder))
     train = shlex.quote(f"{results_folder}/train")
     commands = {}
     for pattern in FILES_BY_KIND[kind]:
