@@ -10,11 +10,18 @@ from reported import make_run, write
 from cellmill.errors import DataError
 from cellmill.report.collect import read_run
 from cellmill.report.page import render
+from cellmill.report.sweeps.rows import LOSS
+from cellmill.report.sweeps.scaling_law import Law
+from cellmill.report.sweeps.scalings import Scaling, ScalingCurve, SizePoint, SweepCurves
 
 
 def read_text(*runs: Path) -> str:
     """The page of these runs as text."""
-    page = render("r", [*map(read_run, runs)], [])
+    return to_plain_text(render("r", [*map(read_run, runs)], []))
+
+
+def to_plain_text(page: str) -> str:
+    """The page without scripts, style and tags."""
     shown = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
 
@@ -54,3 +61,16 @@ def test_a_linked_run_has_the_name_of_the_link(
     )
     monkeypatch.chdir(runs / "pbmc")
     assert read_run(Path(".")).name == "run_17"
+
+
+@pytest.mark.parametrize(
+    ("law", "printed"),
+    [
+        (Law(1.5, 2.0, 0.3449, 0.3, 0.4), "1.5 + 2 × cells −0.3449 ,"),
+        (Law(2.25, 1.23456e27, 2.8, 2.7, 2.9), "2.25 + 1.235e+27 × cells −2.8000 ,"),
+    ],
+)
+def test_the_printed_law_is_the_drawn_law(law: Law, printed: str) -> None:
+    curve = ScalingCurve("", [SizePoint(1e8, 1.6, None, 1)], law)
+    sweep = SweepCurves("s", ["a"], 1, [Scaling("a", "cells", LOSS, [curve], None)])
+    assert f" {printed} 95 % interval" in to_plain_text(render("r", [], [], [sweep]))
