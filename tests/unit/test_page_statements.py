@@ -1,11 +1,12 @@
 """What the page says is true of unusual runs too: other best metrics, absent files, links."""
 
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
 import pytest
-from reported import make_run, write
+from reported import make_row, make_run, write
 
 from cellmill.errors import DataError
 from cellmill.report.collect import read_run
@@ -13,6 +14,8 @@ from cellmill.report.page import render
 from cellmill.report.sweeps.rows import LOSS
 from cellmill.report.sweeps.scaling_law import Law
 from cellmill.report.sweeps.scalings import Scaling, ScalingCurve, SizePoint, SweepCurves
+from cellmill.report.verdicts import list_verdicts
+from cellmill.runs.results import TaskResult, compare
 
 
 def read_text(*runs: Path) -> str:
@@ -74,3 +77,13 @@ def test_the_printed_law_is_the_drawn_law(law: Law, printed: str) -> None:
     curve = ScalingCurve("", [SizePoint(1e8, 1.6, None, 1)], law)
     sweep = SweepCurves("s", ["a"], 1, [Scaling("a", "cells", LOSS, [curve], None)])
     assert f" {printed} 95 % interval" in to_plain_text(render("r", [], [], [sweep]))
+
+
+def test_equal_verdicts_on_two_labels_both_count() -> None:
+    verdict = compare("embedding + LR", "all genes + LR", "accuracy, 5 per class", 0.0, (-0.1, 0.1))
+    own, baseline = make_row("embedding", "LR"), make_row("all genes", "LR")
+    result = TaskResult([own, baseline], verdicts=[verdict], task="few_shot")
+    results = {"few_shot": result, "few_shot of donor": result}
+    assert [task for task, _ in list_verdicts(results)] == ["few_shot", "few_shot of donor"]
+    repeated = {"few_shot": result, "again": replace(result, task="again")}
+    assert [task for task, _ in list_verdicts(repeated)] == ["few_shot"]

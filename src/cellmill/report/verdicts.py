@@ -42,9 +42,9 @@ def _make_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
     """Key that is equal for duplicates.
 
     All verdicts on the accuracy on whole cells for one label count as one, whatever their values.
-    Other verdicts are duplicates if their methods, metric and difference are equal.
+    Other verdicts on one label are duplicates if their methods, metric and difference are equal.
     """
+    _, _, label = task.partition(" of ")  # empty for the first label
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):
-        label_suffix = task.removeprefix(result.task)  # ` of LABEL`; empty for the first label
-        return "whole cells", label_suffix
-    return verdict.compared, verdict.against, verdict.metric, verdict.difference
+        return label, "whole cells"
+    return label, verdict.compared, verdict.against, verdict.metric, verdict.difference
