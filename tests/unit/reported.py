@@ -107,7 +107,10 @@ def make_run(folder: Path) -> Path:
            '{"step": 2, "val_loss": 1.6}\n{"step": 3, "lo')  # fmt: skip
     write(
         folder / "train/run.json",
-        {"options": {"train": {"lr": 0.001, "best_metric": "val_hidden_genes"}}, "environment": {"torch": "2.99.1"}},
+        {
+            "options": {"train": {"lr": 0.001, "best_metric": "val_hidden_genes"}},
+            "environment": {"torch": "2.99.1"},
+        },
     )
     write(folder / "model/config.json", {"vocabulary_digest": "cafe" * 16})
     (folder / "evaluate").mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import pytest
 from reported import make_dataset, make_method
 from scipy.stats import ttest_rel
 
+from cellmill.report import ranking
 from cellmill.report.collect import ReportedRun
 from cellmill.report.page import render
 from cellmill.report.ranking import TaskScore, find_notable_difference, rank_runs, score_tasks
@@ -199,7 +200,7 @@ def test_a_better_run_is_said_to_have_no_interval_without_pairs() -> None:
     ]
     assert first_line(runs).endswith(
         "Better than first in single tasks, without an interval, because repetitions cannot be paired or do not "
-        "vary: second in probe (+0.030)."
+        "vary, or the error over units is unknown: second in probe (+0.030)."
     )
     # two repetitions of the other run only are no pairs
     assert not any(one.is_called_best for one in list_standings([*reversed(runs)]))
@@ -216,13 +217,35 @@ def test_the_interval_over_repetitions_is_a_paired_t_interval(shift: float) -> N
     assert (found is not None) == (ttest_rel(a, b).pvalue < 0.05)
 
 
+def test_an_unknown_error_over_units_gives_no_interval() -> None:
+    first = TaskScore(0.81, [0.80, 0.81, 0.82], units_se=None)
+    second = TaskScore(0.84, [0.83, 0.84, 0.86], units_se=None)
+    assert find_notable_difference(second, first) == (pytest.approx(0.03), False)
+    known = replace(first, units_se=0.001)
+    assert find_notable_difference(second, known) == (pytest.approx(0.03), True)
+    tasks = {"first": [0.80, 0.81, 0.80], "second": [0.83, 0.84, 0.83]}
+    runs = []
+    for name, values in tasks.items():
+        runs.append(run(name, probe=replace(result("f", values), differences=[])))
+    assert not any(one.is_called_best for one in list_standings(runs))
+    assert ", not shown to be beyond chance:" in first_line(runs)
+
+
+def test_an_interval_that_ends_at_zero_is_not_notable(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = TaskScore(0.5, [0.5, 0.5], units_se=0.0)
+    second = TaskScore(0.75, [0.75, 0.75], units_se=0.0)
+    for half_width, is_notable in ((0.25, False), (0.2499, True)):
+        monkeypatch.setattr(ranking, "_compute_half_width", lambda *_, width=half_width: width)
+        assert (find_notable_difference(second, first) is not None) == is_notable
+
+
 def leaders(cells_se: float, n: int | None = None) -> list[str]:
     """The leaders of two runs, the second 0.03 better, with this error over `n` units."""
     scores = {}
     for name, values in (("a", [0.80, 0.81, 0.80]), ("b", [0.83, 0.84, 0.83])):
         scores[name] = score_tasks(make_dataset(probe=result("f", values, 0.5, cells_se, n)))
-    ranking = rank_runs(scores)
-    return [str(ranking.leader), *ranking.tied]
+    ranked = rank_runs(scores)
+    return [str(ranked.leader), *ranked.tied]
 
 
 def test_few_cells_widen_the_interval_between_runs() -> None:

@@ -25,7 +25,8 @@ RELATIONS: dict[Outcome, str] = {
 """Words between a run and a baseline, by outcome, in the order of sentences and of the table of standings."""
 CERTAINTIES = {
     True: "with a 95 % interval above 0",
-    False: "without an interval, because repetitions cannot be paired or do not vary",
+    False: "without an interval, because repetitions cannot be paired or do not vary, or the error over units is "
+    "unknown",
 }
 """Words on notable differences between two runs, by whether they have an interval."""
 

@@ -11,7 +11,8 @@ The interval covers repetitions and units, which are mostly cells:
   `evaluate.cells`. Their cells, folds and draws are then assumed to be the same. Other pairs of
   runs have no interval.
 - No file has the paired difference of two runs per unit. Each run has a standard error over units,
-  of its difference from its best baseline. The larger one of the two runs is an approximation.
+  of its difference from its best baseline. The larger known one of the two runs is an
+  approximation. If both are unknown, the runs have no interval.
 - In leave_out this standard error is over cells, but the number of units is that of batches or
   donors, which are fewer. So the interval is too wide there, not too narrow.
 
@@ -37,8 +38,8 @@ class TaskScore:
     value: float
     # empty if the file has none; None where a repetition tested no unit
     repetitions: Sequence[float | None]
-    # standard error over units of its difference from the best baseline; 0 if unknown
-    units_se: float
+    # standard error over units of its difference from the best baseline; None if unknown
+    units_se: float | None
     n_units: int | None = None  # None if the file does not count them
     scored_cells: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
 
@@ -93,7 +94,7 @@ def score_tasks(dataset_result: DatasetResult) -> Scores:
             result.rank_value(row),
             repetitions,
             # the file's key is cells_se; its units are mostly cells
-            units_se=0.0 if difference is None else difference.cells_se,
+            units_se=None if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
             scored_cells=dataset_result.scored_cells,
         )
@@ -173,7 +174,8 @@ def find_notable_difference(score: TaskScore, other: TaskScore) -> NotableDiffer
     """Difference of two runs in a task, `score` minus `other`; None if it is not notable."""
     difference = score.value - other.value
     half_width = _compute_half_width(score, other)
-    if abs(difference) < max(TOLERANCE, half_width or 0.0):
+    contains_zero = half_width is not None and abs(difference) <= half_width
+    if abs(difference) < TOLERANCE or contains_zero:
         return None
     return NotableDifference(difference, has_interval=half_width is not None)
 
@@ -192,23 +194,24 @@ def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
 def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
     """Half the width of the interval of a paired difference.
 
-    None, for no interval, if there are fewer than two pairs of repetitions, or if the difference
-    varies neither over repetitions nor over units.
+    None, for no interval, if there are fewer than two pairs of repetitions, if the difference
+    varies neither over repetitions nor over units, or if no error over units is known.
     """
     differences = _list_paired_differences(score, other)
     n = len(differences)
-    if n < 2:
+    known = [(one.units_se, one.n_units) for one in (score, other) if one.units_se is not None]
+    if n < 2 or not known:
         return None
     repetitions_variance = statistics.variance(differences) / n
-    less_certain = max(score, other, key=lambda task_score: task_score.units_se)
-    units_variance = less_certain.units_se**2
+    units_se, n_units = max(known, key=lambda error: error[0])
+    units_variance = units_se**2
     variance = repetitions_variance + units_variance
     if variance == 0:
         return None
     # degrees of freedom by Satterthwaite; an unknown number of units counts as infinite
     divisor = repetitions_variance**2 / (n - 1)
-    if less_certain.n_units is not None:
-        divisor += units_variance**2 / max(less_certain.n_units - 1, 1)
+    if n_units is not None:
+        divisor += units_variance**2 / max(n_units - 1, 1)
     degrees_of_freedom = variance**2 / divisor if divisor else math.inf
     # imported here because pages of one run need no scipy
     stdtrit = import_module("scipy.special").stdtrit

@@ -171,9 +171,7 @@ def _list_values(rows: Sequence[SweepRow]) -> list[float]:
     return [row.value for row in rows]
 
 
-def _choose_quantity(
-    rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]
-) -> str | None:
+def _choose_quantity(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]) -> str | None:
     """The quantity of an axis; None if it has no sizes, so that no curve is drawn over it.
 
     It is `cells` for fractions of the corpus. It is `parameters` if the axis changes the size of
