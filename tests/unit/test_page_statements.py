@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 from reported import make_row, make_run, write
 
+from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
-from cellmill.report.collect import read_run
+from cellmill.report.collect import ReportedRun, read_run
 from cellmill.report.page import render
+from cellmill.report.schemas import PlanSchema, RunRecordSchema, StatusSchema
 from cellmill.report.sweeps.rows import LOSS
 from cellmill.report.sweeps.scaling_law import Law
 from cellmill.report.sweeps.scalings import Scaling, ScalingCurve, SizePoint, SweepCurves
 from cellmill.report.verdicts import list_verdicts
-from cellmill.runs.results import TaskResult, compare
+from cellmill.runs.results import Evaluation, TaskResult, compare
+from cellmill.stages import report
 
 
 def read_text(*runs: Path) -> str:
@@ -87,3 +90,25 @@ def test_equal_verdicts_on_two_labels_both_count() -> None:
     assert [task for task, _ in list_verdicts(results)] == ["few_shot", "few_shot of donor"]
     repeated = {"few_shot": result, "again": replace(result, task="again")}
     assert [task for task, _ in list_verdicts(repeated)] == ["few_shot"]
+
+
+def test_an_empty_file_is_not_called_missing() -> None:
+    status = StatusSchema(state="done")
+    run = ReportedRun("a", PlanSchema(), status, RunRecordSchema(), None, Evaluation({}))
+    text = to_plain_text(render("r", [run], []))
+    assert "evaluate/metrics.json has no dataset." in text
+    assert "train/run.json has no options." in text
+    assert "No quantity was planned or measured." in text
+    assert "train/metrics.jsonl has no values to draw." in text
+    assert "train/cost.json is missing: no cost is known." in text
+    missing = re.findall(r"(\S+\.json) is missing", text)
+    assert missing == ["train/cost.json", "model/config.json"]
+
+
+def test_the_page_names_the_folder_of_its_pictures(tmp_path: Path) -> None:
+    out = tmp_path / "elsewhere/index.html"
+    options = ReportOptions.model_validate({"report": {}})
+    report.report(options=options, runs=[make_run(tmp_path / "run")], corpora=[], out=out)
+    said = "Pictures and data of the charts are also in the folder figures next to this page."
+    assert said in to_plain_text(out.read_text(encoding="utf-8"))
+    assert [path.name for path in sorted(out.parent.iterdir())] == ["figures", "index.html"]

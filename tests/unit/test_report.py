@@ -270,7 +270,7 @@ def test_missing_files_are_listed_on_the_page(tmp_path: Path) -> None:
     for wanted in (
         "not trained",
         "not evaluated",
-        "nothing was logged yet",
+        "train/metrics.jsonl has no values to draw",
         "not sharded",
         "No QC reports",
     ):

@@ -60,7 +60,7 @@ class ReportedRun:
     run_record: RunRecordSchema | None  # train/run.json
     exported_model: ModelSchema | None  # model/config.json
     evaluation: Evaluation | None  # evaluate/metrics.json
-    cost: CostSchema | None = None  # train/cost.json; None before training has ended
+    cost: CostSchema | None = None  # train/cost.json
     # whole lines of metrics.jsonl: JSON objects with a step
     logged: list[LoggedLineSchema] = field(default_factory=list)
     umap: dict[str, UmapCells] = field(default_factory=dict)  # evaluate/umap.tsv, by dataset
@@ -77,7 +77,7 @@ class ReportedRun:
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """Totals of the cost; empty before training has ended."""
+        """Totals of the cost; empty if it is unknown."""
         return {} if self.cost is None else self.cost.totals
 
     @property

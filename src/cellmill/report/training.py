@@ -166,7 +166,7 @@ def estimate_energy(run: ReportedRun) -> float | None:
 
 
 def describe_cost(run: ReportedRun) -> str | None:
-    """GPU-hours of a run, or core-hours if it had no GPU; None before its training has ended."""
+    """GPU-hours of a run, or core-hours if it had no GPU; None if its cost is unknown."""
     if run.cost is None:
         return None
     has_gpu_hours = had_gpus(run.cost.starts)
