@@ -11,6 +11,8 @@ from reported import make_row, make_run, write
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report.collect import ReportedRun, read_run
+from cellmill.report.drawing.curves import StepValues, draw_losses
+from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.page import render
 from cellmill.report.schemas import PlanSchema, RunRecordSchema, StatusSchema
 from cellmill.report.sweeps.rows import LOSS
@@ -112,3 +114,15 @@ def test_the_page_names_the_folder_of_its_pictures(tmp_path: Path) -> None:
     said = "Pictures and data of the charts are also in the folder figures next to this page."
     assert said in to_plain_text(out.read_text(encoding="utf-8"))
     assert [path.name for path in sorted(out.parent.iterdir())] == ["figures", "index.html"]
+
+
+@pytest.mark.parametrize("has_validation", [False, True])
+def test_losses_of_training_are_dashed_without_validation(has_validation: bool) -> None:
+    points: StepValues = [(1, 2.0), (2, 1.0)]
+    validation = points if has_validation else []
+    chart = draw_losses("Loss", {"a": {"training": points, "validation": validation}})
+    svg = draw_svg(chart.full_spec | {"width": 300, "data": {"values": chart.rows}}, 0)
+    lines = re.findall(r'<path[^>]*stroke="#4e79a7"[^>]*stroke-dasharray="([^"]*)"', svg)
+    assert set(lines) == ({"3,3", "1,0"} if has_validation else {"3,3"})
+    legend = chart.spec["encoding"]["strokeDash"]["legend"]["values"]
+    assert legend == (["validation", "training"] if has_validation else ["training"])

@@ -52,6 +52,8 @@ def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]
             rows += _list_line_rows(points, n_curves, name=name, series=series)
     spec = _make_lines([*losses_by_run], "loss", rows)
     spec["encoding"] |= read_template("loss")
+    drawn_series = sorted({row["series"] for row in rows}, reverse=True)  # validation first
+    spec["encoding"]["strokeDash"]["legend"]["values"] = drawn_series
     # on a linear axis, the first steps would flatten the rest
     values = [row["value"] for row in rows]
     if values and min(values) > 0 and max(values) > LOG_RATIO * min(values):
