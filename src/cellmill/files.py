@@ -185,6 +185,16 @@ def read_json(path: Path) -> Any:
     return parse_json(Path(path).read_bytes(), path)
 
 
+def read_own_json(path: Path) -> Any:
+    """Read JSON that `write_json` wrote. Raise DataError also for NaN and Infinity, which it refuses."""
+    value = read_json(path)
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise DataError(f"{path}: damaged: a number is NaN or infinite; make it again") from None
+    return value
+
+
 def parse_json(text: str | bytes, source: Path | str) -> Any:
     """The value of a text that `source` holds. Raise DataError naming it if the text is not JSON."""
     try:

@@ -18,6 +18,7 @@ from cellmill.report.page import render
 from cellmill.report.sweeps.scalings import read_sweep
 
 VALUES: tuple[Any, ...] = (None, True, 0, 2.5, "x", [], [1], {}, {"a": 1})
+INFINITE = (float("nan"), float("inf"), -float("inf"))
 START = {
     "job_id": "7", "partition": "gpu", "state": "COMPLETED", "submitted_at": 1.0, "started_at": 2.0, "ended_at": 3.0,
     "queue_wait_s": 1.0, "elapsed_s": 1.0, "nodes": 1, "processes": 1, "gpus": 1, "cpus": 4,
@@ -159,3 +160,29 @@ def test_a_wrong_type_at_any_key_is_a_page_or_one_line(folders: Path, file: str)
     for error in errors:
         assert error.startswith(f"{path}: ")
         assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("run/evaluate/metrics.json", ("datasets", "pbmc", "tasks", "probe", "figures", "folds")),
+        ("corpus/cells/pbmc.json", ("histograms", "n_genes", "edges", 0)),
+        ("curves.json", ("scalings", 0, "curves", 0, "points", 0, "mean")),
+    ],
+)
+def test_a_number_that_is_not_finite_is_one_line(
+    folders: Path, file: str, keys: tuple[Any, ...]
+) -> None:
+    path = folders / file
+    content = json.loads(path.read_text())
+    *parents, last = keys
+    holder = content
+    for key in parents:
+        holder = holder[key]
+    for value in INFINITE:
+        holder[last] = value
+        path.write_text(json.dumps(content))
+        with pytest.raises(DataError) as raised:
+            read_and_render(folders)
+        message = f"{path}: damaged: a number is NaN or infinite; make it again"
+        assert str(raised.value) == message

@@ -11,14 +11,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    FiniteFloat,
     ValidationError,
     model_validator,
 )
 
 from cellmill.config.section import error_line, explain
 from cellmill.errors import DataError
-from cellmill.files import read_json
+from cellmill.files import read_own_json
 from cellmill.runs.cost import Start
 from cellmill.runs.results import Kind
 
@@ -50,7 +49,7 @@ class Schema(BaseModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read the file `path`. Raise DataError if it is damaged."""
-        return cls.parse(path, read_json(path))
+        return cls.parse(path, read_own_json(path))
 
     @classmethod
     def read_if_present(cls, path: Path) -> Self | None:
@@ -173,7 +172,7 @@ class BridgeValueSchema(Schema):
     name: str
     kind: Kind
     metric: str
-    value: FiniteFloat | None
+    value: float | None
 
 
 class BridgeSchema(Schema):
@@ -193,7 +192,7 @@ class CostSchema(Schema):
 
     source: str
     starts: list[Start] = Field(alias="jobs")
-    totals: dict[str, FiniteFloat | None]  # by quantity; None if unknown
+    totals: dict[str, float | None]  # by quantity; None if unknown
     unknown: dict[str, str]  # reasons by quantity
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 from pydantic import TypeAdapter, ValidationError
 
 from cellmill.errors import DataError
-from cellmill.files import read_json, write_json
+from cellmill.files import read_own_json, write_json
 
 FORMAT = 2  # of metrics.json
 TOLERANCE = 5e-4  # differences below this print as 0.000: neither is ahead
@@ -430,7 +430,7 @@ def write(path: Path, evaluation: Evaluation) -> None:
 
 def read(path: Path) -> Evaluation:
     """Read metrics.json. Raise DataError if it is damaged or has another format."""
-    content = read_json(path)
+    content = read_own_json(path)
     stored_format = content.get("format") if isinstance(content, dict) else None
     if stored_format != FORMAT:
         raise DataError(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from cellmill.files import read_json
+from cellmill.files import read_own_json
 from cellmill.report.schemas import make_damage_error
 from cellmill.report.sweeps.rows import LOSS, Measure, SweepRow, TableColumn
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
@@ -87,7 +87,7 @@ class SweepCurves:
 def read_sweep(path: Path) -> SweepCurves:
     """Read curves.json of a sweep. Raise DataError if it is damaged."""
     try:
-        return TypeAdapter(SweepCurves).validate_python(read_json(path))
+        return TypeAdapter(SweepCurves).validate_python(read_own_json(path))
     except ValidationError as error:
         raise make_damage_error(path, error) from None
 
