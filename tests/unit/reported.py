@@ -97,7 +97,10 @@ def make_run(folder: Path) -> Path:
     pbmc = DatasetResult(300, 95, "heldout", 0, label, tasks, genes)
     bare = DatasetResult(300, 95, "heldout", 0, {}, tasks | {"probe": skipped})
     evaluation = Evaluation({"pbmc": pbmc, "bare": bare}, model={"digest": "beef" * 16})
-    write(folder / "plan.json", {"parameters": 1234567, "steps": 200, "hours": 0.5})
+    write(
+        folder / "plan.json",
+        {"parameters": 1234567, "steps": 200, "steps_per_epoch": 8, "hours": 0.5},
+    )
     write(
         folder / "train/status.json",
         {"state": "done", "step": 199, "cells": 6368, "best_value": 0.4321, "best_step": 150},

@@ -110,6 +110,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
             "set train.steps: auto, which is 1,600 steps and not 390; with 32 cells a step, from 400 to 1,600 steps, "
             "accuracy changed by +0.013, which may be chance (95 % interval -0.007 to +0.034)",
         ),
+        ({}, {"plan": PlanSchema(steps=390)}, "train it with other seeds"),
         (
             {"train": {"epochs": 2}},
             {"plan": PlanSchema(steps=26, steps_per_epoch=13)},

@@ -133,8 +133,10 @@ def _describe_gain(change: str) -> str:
 
 def _advise_on_steps(run: ReportedRun) -> str | None:
     plan = run.plan or PlanSchema()
+    if plan.steps is None or plan.steps_per_epoch is None:
+        return None
     enough = auto_steps(plan.steps_per_epoch)
-    if plan.steps is None or plan.steps >= enough:
+    if plan.steps >= enough:
         return None
     replaced = "" if run.options.train.epochs is None else " in place of train.epochs"
     return (

@@ -77,7 +77,7 @@ class PlanSchema(Schema):
     parameters: int | None = None  # number of parameters of the model
     memory: PlannedMemorySchema | None = None
     steps: int | None = None
-    steps_per_epoch: int = 0
+    steps_per_epoch: int | None = None
     hours: float | None = None  # estimated duration of training, validation included
     cells: int | None = None  # training cells
     cells_seen: int | None = None  # cells read in all steps together
