@@ -154,8 +154,14 @@ def remove_incomplete(final: Path, older_than_s: float = 0) -> None:
 
 
 def user_cache() -> Path:
-    """Folder of this user's files that can be made again; it may not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
+    """Folder of this user's files that can be made again; it may not exist.
+
+    Raise DataError if the user has no home folder, as in containers with any user id.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellmill"
+    except RuntimeError:
+        raise DataError("this user has no home folder; set HOME or XDG_CACHE_HOME") from None
 
 
 def private_folder() -> Path | None:

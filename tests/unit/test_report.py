@@ -36,6 +36,7 @@ from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.evaluate.run import describe_result
 from cellmill.evaluate.scores import ScoreColumn, tabulate
+from cellmill.files import user_cache
 from cellmill.report.checkpoints import draw_checkpoints
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
 from cellmill.report.drawing import page_charts
@@ -135,8 +136,22 @@ def test_the_bundle_of_scripts_is_kept_for_the_user(
     assert kept.read_text() == bundle
     kept.write_text("kept")
     assert read()[0] == "kept"
+    kept.write_bytes(b"\xff")  # damaged: it is made anew
+    assert read()[0] == kept.read_text() == bundle
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # no folder: it is made anew and not kept
     assert read()[0] == bundle
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", raise_runtime_error)
+    assert read()[0] == bundle
+    with pytest.raises(
+        DataError, match=r"^this user has no home folder; set HOME or XDG_CACHE_HOME$"
+    ):
+        user_cache()
+
+
+def raise_runtime_error() -> Path:
+    """As `Path.home` does for a user id without a home."""
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_the_page_loads_nothing_from_elsewhere(page: str) -> None:

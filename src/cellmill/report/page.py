@@ -193,13 +193,14 @@ def load_scripts() -> Scripts:
     Bundling Vega takes two seconds, so the bundle is cached. Each user has a cache of their own:
     with a shared one, a user could put scripts into the pages of others.
     """
-    cached = user_cache() / f"vega-{version('vl-convert-python')}.js"
+    name = f"vega-{version('vl-convert-python')}.js"
     try:
-        bundle = cached.read_text(encoding="utf-8")
-    except OSError:
+        bundle = (user_cache() / name).read_text(encoding="utf-8")
+    except (OSError, DataError, UnicodeDecodeError):
         # the argument is optional, but not in the package's stub
         bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]
         with suppress(OSError, DataError):
+            cached = user_cache() / name
             cached.parent.mkdir(parents=True, exist_ok=True)
             write_text(cached, bundle)
     return Scripts(Markup(bundle), Markup(_read_asset("page.js")))
