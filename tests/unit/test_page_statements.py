@@ -1,17 +1,21 @@
 """What the page says is true of unusual runs too: other best metrics, absent files, links."""
 
+import csv
 import re
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
+import numpy as np
 import pytest
 from reported import make_row, make_run, write
 
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report.collect import ReportedRun, read_run
+from cellmill.report.drawing.cell_counts import draw_confusion
 from cellmill.report.drawing.curves import StepValues, draw_losses
+from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.page import render
 from cellmill.report.schemas import PlanSchema, RunRecordSchema, StatusSchema
@@ -126,3 +130,16 @@ def test_losses_of_training_are_dashed_without_validation(has_validation: bool) 
     assert set(lines) == ({"3,3", "1,0"} if has_validation else {"3,3"})
     legend = chart.spec["encoding"]["strokeDash"]["legend"]["values"]
     assert legend == (["validation", "training"] if has_validation else ["training"])
+
+
+def test_a_label_with_a_carriage_return_is_one_cell(tmp_path: Path) -> None:
+    labels = ["\r=1+1", "B\rcell", 'a,"b"\n', "-x"]
+    charts = PageCharts()
+    charts.add(draw_confusion("c", labels, np.eye(4, dtype=int).tolist()))
+    charts.save(tmp_path)
+    with open(tmp_path / "001_c.csv", encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    escaped = ["'\r=1+1", "B\rcell", 'a,"b"\n', "'-x"]
+    assert [(row["true"], row["predicted"], row["cells"]) for row in rows] == [
+        (label, label, "1") for label in escaped
+    ]

@@ -666,13 +666,14 @@ def test_texts_that_a_spreadsheet_would_evaluate_are_quoted(tmp_path: Path) -> N
     charts.add(draw_umap("UMAP", umap_of(labels, [""] * len(labels)), labels))
     charts.add(draw_curves("Curve", {"-1": [(1, -2.0)]}, "loss"))
     charts.save(tmp_path)
-    cells = csv.DictReader((tmp_path / "001_UMAP.csv").open())
+    cells = csv.DictReader((tmp_path / "001_UMAP.csv").open(newline=""))
     assert {row["label"] for row in cells} == {*(f"'{text}" for text in formulas), "1-1"}
     [point] = csv.DictReader((tmp_path / "002_Curve.csv").open())
     assert point == {"name": "'-1", "step": "1", "value": "-2.0"}
     match = re.search(r"/\^\[(\S+)\]/\.test\(value\)", load_scripts().page)
     assert match is not None
-    assert sorted(match[1].replace(r"\t", "\t")) == sorted(page_charts.FORMULA_STARTS)
+    starts = match[1].replace(r"\t", "\t").replace(r"\r", "\r")
+    assert sorted(starts) == sorted(page_charts.FORMULA_STARTS)
 
 
 def test_many_runs_are_drawn_with_fewer_points() -> None:

@@ -35,9 +35,9 @@ function listRows(columns) {
 
 function toCsvCell(value) {
   // a spreadsheet would evaluate such a text; FORMULA_STARTS in page_charts.py has the same
-  const isFormula = typeof value === "string" && /^[-=+@\t]/.test(value);
+  const isFormula = typeof value === "string" && /^[-=+@\t\r]/.test(value);
   const text = isFormula ? `'${value}` : String(value ?? "");
-  return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
 function toCsv({ columns, texts }) {

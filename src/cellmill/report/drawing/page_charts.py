@@ -1,7 +1,6 @@
 """Charts of a page: static pictures, and the data from which the page's script draws them."""
 
 import base64
-import csv
 import json
 import re
 import zlib
@@ -12,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cellmill.files import atomic_path, write_text
+from cellmill.files import write_text
 from cellmill.report.drawing.chart import CONFIG, Chart, ChartRow, Spec
 from cellmill.report.drawing.png import draw_png
 from cellmill.report.drawing.svg import draw_svg
@@ -27,7 +26,11 @@ DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
 MAX_NAME = 100  # characters of a chart's title in the names of its files
 # a spreadsheet evaluates texts with these first characters; toCsvCell in page.js has the same
-FORMULA_STARTS = ("=", "+", "-", "@", "\t")
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+CSV_SPECIAL = re.compile(r'[",\r\n]')
+"""Characters for which a cell of a CSV file is quoted."""
+QUOTE = '"'
 
 
 class PageCharts:
@@ -100,14 +103,10 @@ class PageCharts:
             words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:MAX_NAME]
             name = f"{number:03}_{words}"
             write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
-            with (
-                atomic_path(folder / f"{name}.csv") as path,
-                open(path, "w", encoding="utf-8", newline="") as file,
-            ):
-                writer = csv.writer(file, lineterminator="\n")
-                columns = chart.csv_columns
-                writer.writerow(columns)
-                writer.writerows(zip(*map(_escape_formulas, columns.values())))
+            columns = chart.csv_columns
+            rows = [list(columns), *zip(*columns.values())]
+            lines = [",".join(map(_to_csv_cell, row)) for row in rows]
+            write_text(folder / f"{name}.csv", "\n".join(lines) + "\n")
 
     @property
     def payload(self) -> str:
@@ -135,9 +134,12 @@ class PageCharts:
         return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def _escape_formulas(column: Sequence[Any]) -> list[Any]:
-    """The values, with an apostrophe before each text that a spreadsheet would evaluate."""
-    return [
-        f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
-        for value in column
-    ]
+def _to_csv_cell(value: Any) -> str:
+    """The value as a cell, with an apostrophe before a text that a spreadsheet would evaluate.
+
+    The csv module of Python 3.11 does not quote a carriage return, which ends a row.
+    """
+    text = "" if value is None else str(value)
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
+        text = f"'{text}"
+    return f'"{text.replace(QUOTE, QUOTE * 2)}"' if CSV_SPECIAL.search(text) else text
