@@ -170,49 +170,114 @@ def test_an_input_that_another_reader_has_open_is_read(tmp_path: Path) -> None:
         assert file["X"][0] == 1
 
 
+SHOWN = (
+    "JobId=7 JobName=drive UserId=me(1) Account=lab QOS=(null) JobState=RUNNING TimeLimit=2-00:00:00 Partition=long "
+    "ReqNodeList=(null) ExcNodeList=n[1-2] NumNodes=1 NumCPUs=2 NumTasks=1 CPUs/Task=2 ReqB:S:C:T=0:0:*:* "
+    "MinMemoryNode=9G Features=big Reservation=ours Command=/drive.sbatch"
+)
+NEXT = (
+    "sbatch --dependency=afterany:7 --job-name=drive --account=lab --time=2-00:00:00 --partition=long "
+    "--exclude=n[1-2] --cpus-per-task=2 --mem=9G --constraint=big --reservation=ours {script} --profile my own"
+)
 DRIVEN = {
-    "sbatch": 'echo "sbatch $*" >> calls',
+    # not reached at first
+    "sbatch": 'echo "sbatch $*" >> calls; [ -e asked ] || { touch asked; exit 1; }',
+    "scontrol": f"echo '{SHOWN}'",
     "sleep": "echo slept >> calls",
     # a stage of an earlier driver runs at the first look
     "squeue": """case "$*" in
-*%l*) echo 2-00:00:00 ;;
+*%E*) ;;
 *) [ -e seen ] || echo "rule_shard|$(pwd -P)"; touch seen ;;
 esac""",
     "snakemake": """echo "snakemake $* ${SLURM_MEM_PER_CPU-clean}" >> calls
 [ "$3" ] && exit  # --unlock
 trap 'echo TERM >> calls; exit 1' TERM
+/bin/sleep 0.5  # the driver waits, whose status a `return` in a trap would repeat
 kill -USR2 $PPID  # SLURM: the limit is near
 for _ in $(seq 100); do /bin/sleep 0.1; done""",
 }
+RUNS = 'echo "snakemake $*" >> calls'
+DRIVER = Path(__file__).parents[2] / "profiles" / "drive.sbatch"
 
 
-def test_a_driver_submits_itself_before_its_limit(tmp_path: Path) -> None:
-    for name, body in DRIVEN.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
+def drive(folder: Path, *arguments: str, **commands: str) -> tuple[int, list[str]]:
+    """Run the driver's job with these commands; its exit code and what they noted in `calls`."""
+    for name, body in (DRIVEN | commands).items():
+        command = folder / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f"#!/bin/bash\n{body}\n")
+        command.chmod(0o755)
     slurm = {
         "SLURM_JOB_ID": "7",
-        "SLURM_JOB_PARTITION": "long",
-        "SLURM_JOB_ACCOUNT": "lab",
+        "SLURM_JOB_NAME": "drive",
+        "SLURM_CLUSTER_NAME": "here",
         "SLURM_MEM_PER_CPU": "4096",
     }
-    script = Path(__file__).parents[2] / "profiles" / "drive.sbatch"
-    linked = tmp_path / "linked"
-    linked.symlink_to(tmp_path)
+    linked = folder / "linked"
+    linked.symlink_to(folder)
     ran = subprocess.run(
-        ["bash", str(script), "--profile", "my own"],
-        env=slurm | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PWD": str(linked)},
+        ["bash", str(DRIVER), *arguments],
+        env=slurm | {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PWD": str(linked)},
         cwd=linked,
         timeout=60,
     )
-    assert ran.returncode == 1
-    assert (tmp_path / "calls").read_text().splitlines() == [
-        "slept",
-        "snakemake --profile my own --unlock clean",
-        "snakemake --profile my own clean",
-        "sbatch --dependency=afterany:7 --time=2-00:00:00 --partition=long --account=lab "
-        f"{script} --profile my own",
-        "TERM",
-    ]
+    return ran.returncode, (folder / "calls").read_text().splitlines()
+
+
+def test_a_driver_submits_itself_before_its_limit(tmp_path: Path) -> None:
+    following = NEXT.format(script=DRIVER)
+    assert drive(tmp_path, "--profile", "my own") == (
+        1,
+        [
+            "slept",
+            "snakemake --profile my own --unlock clean",
+            "snakemake --profile my own clean",
+            following,
+            "slept",
+            following,
+            "TERM",
+        ],
+    )
+
+
+def test_a_driver_waits_while_squeue_does_not_answer(tmp_path: Path) -> None:
+    squeue = """echo squeue >> calls
+[ -e seen ] && exit
+touch seen; echo "error: socket timed out" >&2; exit 1"""
+    assert drive(tmp_path, squeue=squeue, snakemake=RUNS) == (
+        0,
+        ["squeue", "slept", "squeue", "snakemake --unlock", "snakemake "],
+    )
+
+
+def test_a_driver_that_still_waits_at_its_limit_is_followed(tmp_path: Path) -> None:
+    waiting = {
+        "squeue": 'case "$*" in *%E*) ;; *) echo "rule_shard|$(pwd -P)" ;; esac',
+        "sleep": "echo slept >> calls; kill -USR2 $PPID",
+    }
+    following = NEXT.format(script=DRIVER)
+    # the first answer of sbatch is lost, and so is a signal that comes while the job is submitted
+    code, calls = drive(tmp_path, "--profile", "my own", **waiting)
+    assert (code, calls) == (0, ["slept", following, "slept", following])
+
+
+def test_a_job_submitted_without_an_answer_is_not_repeated(tmp_path: Path) -> None:
+    accepted = 'case "$*" in *%E*) [ -e asked ] && echo "afterany:7(unfulfilled)" ;; esac; true'
+    _, calls = drive(tmp_path, "--profile", "my own", squeue=accepted)
+    assert calls[-3:] == [NEXT.format(script=DRIVER), "slept", "TERM"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  slurm_cluster: 'north,south'  # both",
+        "train: {slurm_cluster: north,south, nodes: 2}",
+        "- slurm_cluster=north,south",
+    ],
+)
+def test_a_driver_asks_the_clusters_of_its_profile(tmp_path: Path, line: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.v8+.yaml").write_text(f"# slurm_cluster: east\n{line}\n")
+    squeue = 'echo "squeue $*" >> calls'
+    _, [asked, *_] = drive(tmp_path, "-e", "--profile=mine", squeue=squeue, snakemake=RUNS)
+    assert asked.startswith("squeue -M here,north,south -a -h -u ")
