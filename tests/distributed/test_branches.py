@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cellmill.cli import main
-from cellmill.runs.folder import TrainFolder, read_lines
+from cellmill.runs.folder import TrainFolder, read_lines, training_seconds
 from tests.distributed.command import words
 from tests.distributed.conftest import options
 
@@ -56,6 +56,9 @@ def test_a_branch_is_bitwise_the_run_of_its_length(
     assert _train(corpus, branch, trunk, steps=steps, keep_steps=[BRANCH]) == 0
     assert _curve(branch) == _curve(alone)
     assert {line["step"] for line in _curve(branch)} == set(range(1, steps + 1))
+    own_s = training_seconds(branch)
+    (branch / "branch.json").unlink()
+    assert 0 < own_s < training_seconds(branch)
     ends = [TrainFolder(folder).checkpoints()[-1] for folder in (alone, branch)]
     for file in ends[0].path.glob("*.distcp"):
         assert (ends[1].path / file.name).read_bytes() == file.read_bytes()

@@ -260,6 +260,9 @@ def test_training_time_follows_the_rates_of_the_curve(tmp_path: Path) -> None:
         json.dumps({"state": "done", "step": 20, "steps": 20, "cells": 20 * 48})
     )
     assert training_seconds(tmp_path) == pytest.approx((2 + 9 + 5) * 48 / 64)
+    # the steps of a trunk are in the curve of its branch
+    (tmp_path / "branch.json").write_text('{"step": 16}')
+    assert training_seconds(tmp_path) == pytest.approx(2 * 48 / 64)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@
     checkpoints/step-00000100/    DCP files, index.json, state.json; manifest.json has the size and SHA-256 of all
     jobs/           submissions to a cluster, see runs/jobs.py
     track/          what each tracker and observer was sent, see track/follower.py
+    branch.json     of a run that continues a trunk: the last step that is the trunk's
     superseded-…/   files of an earlier configuration; never deleted here
 
 A checkpoint is written to `….incomplete`, its manifest last, and then renamed. Torch-free, so that
@@ -31,6 +32,7 @@ from cellmill.runs.lock import locked, user_name
 INCOMPLETE = ".incomplete"
 DAMAGED = ".damaged"
 REPLACED = ".replaced"
+BRANCH = "branch.json"
 DIGEST = ".sha256"  # suffix of the digest of a file that its rank has hashed
 # files that are hashed even if hashing the tensors would take too long
 SMALL = ("state.json", "index.json", ".metadata")
@@ -234,7 +236,9 @@ class TrainFolder:
         number = 1 + sum(1 for _ in self.path.glob("superseded-*"))
         aside = self.path / f"superseded-{number:03}"
         aside.mkdir()
-        for name in "status.json state.json run.json metrics.jsonl checkpoints track".split():
+        for (
+            name
+        ) in f"status.json state.json run.json metrics.jsonl checkpoints track {BRANCH}".split():
             if (self.path / name).exists():
                 (self.path / name).rename(aside / name)
         return aside
@@ -317,7 +321,8 @@ def training_seconds(train: Path) -> float | None:
 
     Each line of metrics.jsonl has the rate since the line before it: the sum of (steps between
     them) x (cells per step) / (cells per second). Waiting for data is included; validation and
-    checkpoints are not. Steps that were lost with a job and repeated are in the curve once.
+    checkpoints are not. Steps that were lost with a job and repeated are in the curve once. Those of
+    a branch begin after its trunk's.
     """
     lines = [line for line in read_lines(train / "metrics.jsonl") if line.get("cells_per_s")]
     if not lines:
@@ -331,10 +336,11 @@ def training_seconds(train: Path) -> float | None:
     else:
         return None
     total_s = 0.0
-    last = 0
+    branch = train / BRANCH
+    last = read_json(branch)["step"] if branch.exists() else 0
     for line in lines:
         total_s += max(0, line["step"] - last) * cells / line["cells_per_s"]
-        last = line["step"]
+        last = max(last, line["step"])
     return total_s
 
 

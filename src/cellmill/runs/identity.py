@@ -26,7 +26,7 @@ from cellmill.config.run import Train, learning_rate
 from cellmill.config.workflow import Workflow
 from cellmill.errors import ConfigError, UserError
 from cellmill.files import read_json, write_json, write_text
-from cellmill.runs.folder import DIGEST, Checkpoint, TrainFolder, cut_back, status
+from cellmill.runs.folder import BRANCH, DIGEST, Checkpoint, TrainFolder, cut_back, status
 
 PATIENCE = "train.early_stop_patience"
 LENGTH = frozenset({"train.steps", "train.epochs", PATIENCE})
@@ -272,6 +272,7 @@ def begin_branch(
     if best is not None and best != checkpoint.step:
         _copy(of_trunk.find_checkpoint(best), folder, record, steps, train)
     cut_back(of_trunk.metrics, checkpoint.step, folder.metrics)
+    write_json(folder.path / BRANCH, {"step": checkpoint.step})
     _copy(checkpoint, folder, record, steps, train)
     print(f"{path}: going on from step {checkpoint.step} of {of_trunk.path}", flush=True)
 
