@@ -16,7 +16,8 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import ReportOptions
 from cellmill.errors import Stopped
 from cellmill.files import span
-from cellmill.runs.cost import cost, local_start, sentence, write_cost
+from cellmill.runs import cost as cost_module
+from cellmill.runs.cost import cost, local_start, read_local, sentence, write_cost
 from cellmill.runs.folder import training_seconds
 from cellmill.runs.jobs import JobRecord
 from cellmill.stages import report
@@ -222,6 +223,20 @@ def test_a_training_on_this_machine_is_recorded_however_it_ends(
     assert sentence(found).endswith(
         f"-hours in 5 starts on this machine, {share:.0f} % of it training"
     )
+
+
+def test_a_training_on_cpu_cores_holds_those_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_module, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    held = []
+    for given in ({"device": "cpu", "cpus_per_task": 8}, {"nproc_per_node": 2}):
+        with local_start(tmp_path, Machine(**given)):
+            pass
+        start = read_local(tmp_path)[-1]
+        held.append((start["gpus"], start["cpus"]))
+    assert held == [(0, 8), (2, 64)]
 
 
 def test_damaged_records_give_an_unknown_cost_or_a_warning(

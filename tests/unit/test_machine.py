@@ -88,6 +88,7 @@ def test_impossible_machines_are_refused_in_one_line(given: dict[str, Any], mess
     [
         ({"gpus_per_node": 4}, {"": 4}),
         ({"gpus_per_node": "h100:8"}, {"h100": 8}),
+        ({"gpus_per_node": "a100:2,h100:1"}, {"a100": 2, "h100": 1}),
         ({"gres": "gpu"}, {"": 1}),
         ({"gres": "gpu:4"}, {"": 4}),
         ({"gres": "gpu:h100"}, {"h100": 1}),

@@ -160,7 +160,8 @@ class Machine(Section):
 
     @property
     def gpus_by_type(self) -> dict[str, int]:
-        return gpus_in(f"gpu:{self.gpus_per_node}" if self.gpus_per_node else self.gres)
+        by_type = "gpu:" + self.gpus_per_node.replace(",", ",gpu:")
+        return gpus_in(by_type if self.gpus_per_node else self.gres)
 
     @property
     def gpus(self) -> int:

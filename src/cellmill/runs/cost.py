@@ -247,13 +247,14 @@ def local_start(train: Path, machine: Machine) -> Iterator[None]:
     if earlier and earlier[-1]["ended_at"] is None:
         earlier[-1] |= {"ended_at": _last_sign_of_life(earlier[-1], train), "how": "KILLED"}
     processes = machine.node_counts[-1] * machine.nproc_per_node
+    cores = len(os.sched_getaffinity(0))
     entry: dict[str, Any] = {
         "host": os.uname().nodename,
         "started_at": time.time(),
         "ended_at": None,
         "processes": processes,
-        "gpus": min(processes, visible_gpus()),
-        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": 0 if machine.wanted_device == "cpu" else min(processes, visible_gpus()),
+        "cpus": min(cores, machine.node_counts[-1] * machine.cpus_per_task or cores),
         "cpu_s": None,
         "how": None,
     }
@@ -304,8 +305,7 @@ def _last_sign_of_life(entry: dict[str, Any], train: Path) -> float:
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs this process may use, without importing torch or asking the driver."""
-    names = [path.name for path in Path("/dev").glob("nvidia*")]
-    devices = len([name for name in names if re.fullmatch(r"nvidia\d+", name)])
+    devices = len([*Path("/dev").glob("nvidia[0-9]*")])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return devices
