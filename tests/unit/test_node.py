@@ -2,6 +2,7 @@
 this machine.
 """
 
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from cellmill.launch.queue import expand
 from cellmill.launch.rendezvous import VARIABLE, Rendezvous
 from cellmill.launch.signals import requests
 from cellmill.runs.jobs import HANG
+from cellmill.runs.lock import claim
 
 DIES = """
 import json, os, signal, sys
@@ -174,6 +178,33 @@ def test_a_node_ends_when_the_processes_of_another_are_lost(tmp_path: Path) -> N
     assert [task.returncode for task in tasks] == [1, 1], printed
     assert "torchrun ended with exit code 1" in printed[0]
     assert "torchrun ended with exit code -9" in printed[1]
+
+
+def test_a_node_goes_on_while_the_file_system_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_task(Job("waits", [], 1, 1), Machine(), tmp_path)
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "127.0.0.1")
+    agent = [sys.executable, "-c", "import time; time.sleep(2.5)"]
+    monkeypatch.setattr(Job, "command", lambda job, signals: agent)
+    task = NodeTask(tmp_path / "task.json")
+    train = tmp_path.parents[1]
+    task.claim = claim(train, "7")
+    task.claim.renewed -= 60
+    task.attempt["seen_at"] = 0.0
+
+    def failing(method: Any) -> Any:
+        def call(path: Path, *given: Any) -> Any:
+            if train in path.parents:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return method(path, *given)
+
+        return call
+
+    for name in ("exists", "is_dir", "glob"):
+        monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
+    assert task.run_agent(0, SimpleNamespace(received=None)) == 0
 
 
 @pytest.mark.parametrize(

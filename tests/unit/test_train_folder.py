@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,8 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.files import write_json
 from cellmill.runs.folder import TrainFolder, cut_back, read_lines
 from cellmill.runs.identity import changed_keys, identity, is_done
-from cellmill.runs.lock import claim, find_holder, locked
+from cellmill.runs.jobs import write_if_room
+from cellmill.runs.lock import FolderWatch, claim, find_holder, locked
 from cellmill.track.tracker import JsonlTracker
 from tests.unit.test_rendezvous import NOBODY, as_user
 from tests.unit.test_status import HOLD
@@ -348,13 +350,69 @@ def test_a_lease_takes_the_place_of_a_missing_flock(
     assert "this file system has no locks (no locks here)" in capsys.readouterr().out
 
 
-def test_a_lease_of_a_killed_process_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, "no locks here")
 
     monkeypatch.setattr("fcntl.flock", flock)
+
+
+def test_a_process_that_lost_its_lease_ends(
+    tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cellmill.runs.lock.RENEW_S", 0.1)
+    monkeypatch.setattr("cellmill.runs.lock.TICK_S", 0.05)
+    with TrainFolder(tmp_path).locked():
+        watch = FolderWatch(tmp_path)
+        watch.check()
+        # of another host, which did not see this one renew its claim
+        (tmp_path / "lease" / "claims" / "00000002.json").write_text("{}")
+        [thread] = [one for one in threading.enumerate() if one.name.endswith("(renew)")]
+        thread.join(10)
+        assert not thread.is_alive()
+        with pytest.raises(DataError, match=r"another process has taken this run over"):
+            watch.check()
+
+
+def test_a_stopped_process_keeps_its_lease(
+    tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cellmill.runs.lock.LEASE_S", 0.1)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=-1) as holder:
+        assert holder.stdout.readline()
+        claim(tmp_path / "lease", str(holder.pid))
+        holder.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+        time.sleep(0.2)
+        with pytest.raises(DataError, match="which is stopped"), TrainFolder(tmp_path).locked(0.3):
+            pass
+        holder.kill()
+
+
+def test_a_claim_is_kept_while_the_file_system_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = claim(tmp_path, "1")
+    own.renewed = before = time.monotonic() - 60
+    stale = OSError(errno.ESTALE, "Stale file handle")
+
+    def fails(*given: object) -> None:
+        raise stale
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cellmill.runs.lock._newest", fails)
+        own.renew()
+        assert own.renewed == before
+        patch.setattr(Path, "is_dir", fails)
+        write_if_room(tmp_path / "attempt-000.json", {})
+    own.renew()
+    assert own.renewed > before
+
+
+def test_a_lease_of_a_killed_process_is_taken_over(
+    tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cellmill.runs.lock.LEASE_S", 0.3)
     monkeypatch.setattr("cellmill.runs.lock.TICK_S", 0.05)
     claim(tmp_path / "lease", "1")

@@ -357,6 +357,7 @@ def settle(
     while time.monotonic() <= deadline:
         if shown():
             return True
-        os.listdir(folder)  # makes a network file system look again
+        with suppress(OSError):
+            os.listdir(folder)  # makes a network file system look again
         wait(TICK_S)
     return shown()

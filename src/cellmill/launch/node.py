@@ -175,7 +175,8 @@ class NodeTask:
                 return code
             except subprocess.TimeoutExpired:
                 workers = children(agent.pid)
-                if lost.exists() and not stop.received:
+                # unlike Path.exists, this is false while the file system is in trouble
+                if os.path.exists(lost) and not stop.received:
                     # NCCL may not notice that processes of another node have died, and wait for
                     # them
                     signal_all([*workers, agent.pid], signal.SIGKILL)

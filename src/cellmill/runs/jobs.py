@@ -257,10 +257,9 @@ class Jobs:
 
 def write_if_room(file: Path, value: Any) -> None:
     """Write JSON, or warn: a full disk must not hide how a training ended."""
-    if not file.parent.is_dir():  # a deleted run is not made again
-        return
     try:
-        write_json(file, value)
+        if file.parent.is_dir():  # a deleted run is not made again
+            write_json(file, value)
     except OSError as error:
         print(f"warning: {file}: {error.strerror}", flush=True)
 

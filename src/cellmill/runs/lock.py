@@ -2,7 +2,8 @@
 
 The lock is flock(2) on `FOLDER/lock`, whose text names the holder. It is released when the last
 process that inherited its file descriptor ends, for any reason. On a file system without flock a
-claim in `FOLDER/lease`, as below, takes its place while the process lives.
+claim in `FOLDER/lease`, as below, takes its place while the process lives. A process that lost it, as
+its host was frozen or cut off, learns this from its `FolderWatch`.
 
 The claim of a running job makes sure that two jobs never work in one folder:
 
@@ -153,11 +154,15 @@ def _take(file: TextIO, folder: Path) -> Claim | None:
 
     Raise BlockingIOError or Claimed if it is held.
     """
+    holder = Holder.read(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
     except OSError as error:
+        # also a process that is stopped, and renews nothing
+        if holder.pid != os.getpid() and holder.holds(folder / "lock"):
+            raise BlockingIOError from None
         lease = claim(folder / LEASE, str(os.getpid()))
         print(
             f"{folder}: this file system has no locks ({error.strerror}): a file in {LEASE}/claims, renewed every "
@@ -174,8 +179,9 @@ def _renewing(lease: Claim) -> Iterator[None]:
     ended = Event()
 
     def renew() -> None:
-        while not ended.wait(TICK_S):
-            lease.renew()
+        with suppress(Claimed):  # FolderWatch says so
+            while not ended.wait(TICK_S):
+                lease.renew()
 
     Thread(target=renew, daemon=True).start()
     try:
@@ -232,13 +238,13 @@ class Claim:
         now = time.monotonic()
         if now - self.renewed < RENEW_S:
             return
-        newest = _newest(self.file.parent)
-        if newest is not None and newest != self.file:
-            other = _read(newest)[0] or "of another launcher"
-            raise Claimed(
-                f"job {other} has taken over from job {self.job}, which was silent for too long"
-            )
         with suppress(OSError):  # a full disk or a server in trouble: the next one may succeed
+            newest = _newest(self.file.parent)
+            if newest is not None and newest != self.file:
+                other = _read(newest)[0] or "of another launcher"
+                raise Claimed(
+                    f"job {other} has taken over from job {self.job}, which was silent for too long"
+                )
             os.utime(self.file)
             self.renewed = now
 
@@ -353,6 +359,7 @@ class FolderWatch:
         self.folder = folder.resolve()
         self._gone_since = 0.0
         self._inode = _inode(self.folder)
+        self._lease = self._newest_lease()
         self._device = _device(self.folder)
 
     def gone(self) -> bool:
@@ -364,12 +371,22 @@ class FolderWatch:
     def check(self, end: str = "") -> None:
         """Raise FolderDeleted once the folder has been gone for a while.
 
-        `end` says what became of the training.
+        `end` says what became of the training. Raise DataError if another process has the lease.
         """
+        if self._newest_lease() not in (self._lease, None):
+            raise DataError(
+                f"{self.folder}: another process has taken this run over, as this one did not renew its file in "
+                f"{LEASE}/claims for {LEASE_S:g} s; this one ends, and the other goes on"
+            )
         now = time.monotonic()
         self._gone_since = (self._gone_since or now) if self.gone() else 0.0
         if self._gone_since and now - self._gone_since >= SURE_S:
             raise FolderDeleted(f"{self.folder}: the run's folder was deleted{end}")
+
+    def _newest_lease(self) -> Path | None:
+        with suppress(OSError):
+            return _newest(self.folder / LEASE / "claims")
+        return None
 
     def wait(self) -> None:
         """Raise FolderDeleted if the folder is gone and stays so."""
