@@ -3,6 +3,7 @@ runs fail at the same time, as those of one workflow do.
 """
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def failed(
     yield runs
     for run in runs.values():
         if run.process.poll() is None:
-            run.process.terminate()
+            run.process.send_signal(signal.SIGINT)
             run.process.wait(300)
 
 
@@ -150,5 +151,5 @@ def test_a_waiting_job_says_why_it_can_never_start(failed: dict[str, Launched]) 
         run.printed,
         re.M,
     )
-    run.process.terminate()
+    run.process.send_signal(signal.SIGINT)
     assert run.end() == 75

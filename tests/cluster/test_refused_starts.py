@@ -75,7 +75,7 @@ def test_one_job_follows_a_node_cut_off_from_the_controller(
         assert run.printed.count("still trains on") == 1
     finally:
         rig.continue_slurmd(nodes[0])
-    os.killpg(run.process.pid, signal.SIGTERM)
+    os.killpg(run.process.pid, signal.SIGINT)
     assert run.end() == 75, run.printed
     cancelled = rf"cellmill train: cancelled job {run.job_ids()[1]}; saved at step \d+; run the same command to resume"
     assert re.fullmatch(cancelled, run.last_line), run.printed

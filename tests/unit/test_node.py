@@ -343,7 +343,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
             assert received.first is None
             os.kill(os.getpid(), signal.SIGTERM)
-            assert received.first == "cancel"
+            assert received.first == "detach"
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, earlier)

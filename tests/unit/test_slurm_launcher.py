@@ -401,6 +401,16 @@ def test_a_second_interrupt_ends_the_wait_for_a_save(scripted: Scripted) -> None
     ]
 
 
+def test_a_terminated_launcher_leaves_its_job(scripted: Scripted) -> None:
+    terminate = f"if 'RUNNING' in out:\n    os.kill(os.getppid(), {int(signal.SIGTERM)})"
+    scripted.hook("squeue", terminate)
+    with pytest.raises(
+        Stopped, match=r"^job 7 goes on without this process; .* `scancel 7` to end it"
+    ):
+        scripted.run(listed("RUNNING"), scancel=[NONE])
+    assert scripted.calls("scancel") == []
+
+
 def test_a_new_launcher_may_start_once_a_job_is_unknown(scripted: Scripted) -> None:
     record = recorded(scripted)
     scripted.machine = scripted.machine.model_copy(update={"launcher": "local"})

@@ -196,7 +196,8 @@ def _end_process(train: Path, holder: Holder) -> str:
         raise UserError(f"{train}: trained by {holder.text}: {remedy}")
     print(f"asking {holder.text} to save and end", flush=True)
     try:
-        os.kill(holder.pid, signal.SIGTERM)
+        # a launcher leaves its job at SIGTERM
+        os.kill(holder.pid, signal.SIGINT if holder.follows else signal.SIGTERM)
     except ProcessLookupError:
         pass
     except PermissionError:

@@ -1,7 +1,8 @@
 """Signals that stop a training, what each means to a follower of a job, and control of orphans.
 
-A follower cancels its job on INT and TERM, leaves it running on HUP and USR2 (so a lost terminal
-loses no job), and hands over to another follower on USR1.
+A follower cancels its job on INT, which people send. It leaves the job running on TERM, HUP and
+USR2, so that neither a lost terminal nor the shutdown of a login node loses a job, and hands over
+to another follower on USR1.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ from cellmill.errors import Stopped
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 REQUESTS = {
     signal.SIGINT: "cancel",
-    signal.SIGTERM: "cancel",
+    signal.SIGTERM: "detach",
     signal.SIGHUP: "detach",
     signal.SIGUSR2: "detach",
     signal.SIGUSR1: "hand over",
