@@ -712,6 +712,29 @@ def test_a_task_that_cannot_be_launched_ends_the_job(
     assert "job 7 ended with LAUNCH_FAILED; going on from step 5 with another job\n" in printed
 
 
+def test_a_job_follows_one_whose_node_does_not_answer(
+    scripted: Scripted, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cellmill.launch.follow.CANCEL_S", 0.3)
+    monkeypatch.setattr("cellmill.launch.follow.TICK_S", 0.05)
+    failed = "srun: error: task 1 launch failed: Slurmd could not connect IO"
+    log = f"submitit INFO - Starting with JobEnvironment(job_id=7)\n{failed}\n"
+    leaving(scripted, "7_0_log.out", log)
+    # the first job completes for minutes
+    scripted.hook(
+        "squeue",
+        "if 'scancel' in (folder / 'calls').read_text():\n"
+        "    out = '7|COMPLETING|None|node1|' + names_so_far[0] + '\\n'\n"
+        "if len(names_so_far) == 2:\n"
+        "    out += '8|COMPLETED|None|node2|' + names_so_far[1] + '\\n'",
+    )
+    scripted.states = ["running", "done"]
+    sbatch = [submitted(), submitted(8)]
+    printed = scripted.run(listed("RUNNING"), sbatch=sbatch, scancel=[NONE])
+    assert "job 7 ended with LAUNCH_FAILED; going on from step 0 with another job\n" in printed
+    assert [record.state for record in Jobs(scripted.train).all()] == ["LAUNCH_FAILED", "COMPLETED"]
+
+
 def test_meaningless_lines_stay_in_the_log(tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "log").write_text(
         "submitit INFO (2026-01-01 10:00:00,001) - Starting with JobEnvironment(job_id=7)\nstep 1/10\n"

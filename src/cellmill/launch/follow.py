@@ -327,7 +327,9 @@ def save_job(
 def cancel_job(job: ClusterJob, wait: Callable[[float], None] = time.sleep) -> JobState:
     """Cancel a job, wait until it has ended, and return its final state.
 
-    scancel only delivers the request. Raise UserError if it has not ended within `CANCEL_S`.
+    scancel only delivers the request. Raise UserError if it has not ended within `CANCEL_S`. After
+    that, a job that only completes counts as ended: it no longer trains, but SLURM may wait minutes
+    for a broken node or an epilog.
     """
     queue = Queue(TICK_S, job.cluster)
     complaint = queue.cancel(job)
@@ -335,6 +337,8 @@ def cancel_job(job: ClusterJob, wait: Callable[[float], None] = time.sleep) -> J
     state = queue.state(job)
     while state.may_be_alive:
         if time.monotonic() > deadline:
+            if state.name == "COMPLETING":
+                return JobState("CANCELLED")
             raise UserError(
                 f"job {job.job_id} was cancelled but has not ended ({complaint or state.name}); "
                 f"`scancel {job.argument}` asks again"

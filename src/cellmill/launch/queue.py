@@ -214,13 +214,19 @@ class Queue:
 def living_jobs(jobs: Jobs, queue: Queue) -> list[QueuedJob]:
     """Jobs of a run that SLURM has, recorded or not, on the queue's cluster or the newest job's.
 
-    Raise CommandError without a usable answer.
+    Not one that still completes after its end was recorded. Raise CommandError without a usable
+    answer.
     """
     living = queue.named(jobs.owns)
     newest = queue.for_cluster(jobs.cluster())
     if newest is not queue:
         living += newest.named(jobs.owns)
-    return list({(job.job_id, job.name): job for job in living}.values())
+    by_name = {(job.job_id, job.name): job for job in living}
+    for record in jobs.all() if living else ():
+        job = by_name.get((record.job_id, record.name))
+        if job is not None and job.state.name == "COMPLETING" and record.ended_at is not None:
+            del by_name[record.job_id, record.name]
+    return list(by_name.values())
 
 
 def parse(answer: str, cluster: str = "") -> list[QueuedJob]:
