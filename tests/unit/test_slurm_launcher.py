@@ -2,6 +2,7 @@
 start.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -201,7 +202,27 @@ def test_a_job_runs_before_a_maintenance_if_it_may_train(
     expected = f"job 7: maintenance begins at {hour}{line}\n"
     assert (expected in printed) == (line is not None)
     [record] = Jobs(done.train).all()
-    assert record.runtime == (25 if line and "now 25" in line else 60)
+    assert record.lowered_to == (25 if line and "now 25" in line else None)
+    assert record.changes(done.machine) == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fewest", "expected"),
+    [("n[1-4]", 1, 3), ("n[1-4]", 3, 2), ("n[3-4]", 1, 2), ("n5", 1, 0), ("", 1, 1)],
+)
+def test_a_maintenance_counts_if_it_takes_the_job_s_nodes(
+    done: Scripted, nodes: str, fewest: int, expected: int
+) -> None:
+    starts = [int(time.time()) + 3600 * hour for hour in (1, 2, 3)]
+    shown = "".join(
+        f"ReservationName=m StartTime={start} EndTime=9 Nodes={of} NodeCnt=1 Flags=MAINT,SPEC_NODES TRES=cpu=32\n"
+        for start, of in zip(starts, ("n9", "n[3-4]", "n[1-4]"))
+    )
+    states = "".join(f"{name}|idle|gpu\n" for name in queue_module.expand(nodes))
+    shutil.copy(done.fake / "bin" / "squeue", done.fake / "bin" / "sinfo")
+    done.answers(scontrol=[[0, shown, ""]], sinfo=[[0, states, ""]])
+    at = queue_module.Queue(1.0).maintenance_at("gpu", fewest)
+    assert at == (starts[expected - 1] if expected else 0)
 
 
 def test_a_job_known_only_to_scontrol_is_not_resubmitted(done: Scripted) -> None:
@@ -236,6 +257,15 @@ def test_jobs_that_the_site_ended_are_not_counted(scripted: Scripted) -> None:
         )
         == 1
     )
+
+
+def test_a_timeout_long_before_the_limit_is_the_site_s(scripted: Scripted) -> None:
+    scripted.states = [*["running"] * 4, "done"]
+    attempt = '{"hosts": [], "started_at": 1000, "seen_at": 1300, "ended_at": 1300}'
+    leaving(scripted, "attempt-000.json", attempt)
+    answers = [answer for _ in range(4) for answer in (listed("TIMEOUT"), NONE, NONE)]
+    scripted.run(*answers, listed("COMPLETED"))
+    assert len(scripted.calls("sbatch")) == 5
 
 
 def test_jobs_that_keep_vanishing_are_given_up(scripted: Scripted) -> None:
@@ -870,6 +900,9 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
     assert short.line(preempted, 0, was_to_save=True) == "", (
         "SLURM says TIMEOUT of a job that ended in its grace time"
     )
+    lowered = dataclasses.replace(ended(tmp_path / "lowered", 290), lowered_to=6)
+    trained.append(trained[-1])
+    assert short.line(lowered, 0, was_to_save=True) == "", "a maintenance was to begin"
     # a limit that cut off the start-up, which SLURM announced
     assert line(100, 0, 0, was_to_save=True) == "", "it was preempted"
     assert line(500, 0, 3, was_to_save=True) == line(500, 4, 0, was_to_save=True) == "", (

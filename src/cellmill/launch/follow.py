@@ -245,9 +245,10 @@ class JobFollower:
 
     def _end_before_maintenance(self, record: JobRecord) -> None:
         """Lower the time limit of a job that would only start after a maintenance, if it may train."""
-        begins_at = self.queue.maintenance_at()
+        fewest = int(record.nodes.partition("-")[0])
+        begins_at = self.queue.maintenance_at(record.slurm_partition, fewest)
         runtime = int(begins_at - time.time()) // 60 - START_MIN
-        if not begins_at or runtime >= record.runtime:
+        if not begins_at or runtime >= (record.lowered_to or record.runtime):
             return
         line = f"maintenance begins at {time.strftime('%a %H:%M', time.localtime(begins_at))}"
         # enough to start, train and save
@@ -256,7 +257,7 @@ class JobFollower:
             complaint = self.queue.complaint("scontrol", "update", *change)
             line += f"; {complaint or f'its limit is now {runtime} min, so that it starts before'}"
             if not complaint:
-                self.record = replace(record, runtime=runtime)
+                self.record = replace(record, lowered_to=runtime)
         say(f"job {record.job_id}: {line}")
 
     def _release(self) -> None:

@@ -177,14 +177,27 @@ class Queue:
         except CommandError as error:
             return str(error)
 
-    def maintenance_at(self) -> float:
-        """Begin of the next maintenance, in seconds since 1970; 0 if none is announced."""
+    def maintenance_at(self, partition: str, fewest: int) -> float:
+        """Begin of the next maintenance that leaves a partition less than `fewest` nodes.
+
+        In seconds since 1970. If none does, the last one that takes nodes of it, as others may be
+        in use; 0 if none is announced.
+        """
+        begins_at = 0
         with suppress(CommandError):
             command = self._command("scontrol", "-o", "show", "reservation")
             shown = ask(command, SLURM_TIME_FORMAT="%s")
-            starts = map(int, re.findall(r"StartTime=(\d+) .*Flags=\S*MAINT", shown))
-            return min((start for start in starts if start > time.time()), default=0)
-        return 0
+            found = re.findall(r"StartTime=(\d+) .*Nodes=(\S+) .*Flags=\S*MAINT", shown)
+            free = {*self.node_states(partition)}
+            is_known = bool(free)
+            for start, nodes in sorted((int(start), nodes) for start, nodes in found):
+                taken = free.intersection(expand(nodes))
+                if start > time.time() and (taken or not is_known):
+                    begins_at = start
+                    free -= taken
+                    if len(free) < fewest:
+                        break
+        return begins_at
 
     def node_states(self, partition: str) -> dict[str, str]:
         """States of a partition's nodes by name, as sinfo writes them; empty without an answer."""

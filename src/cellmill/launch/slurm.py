@@ -69,18 +69,16 @@ class ShortJobs:
         """
         limit_s = 60.0 * ended.runtime
         elapsed_s = _last_elapsed_s(ended)
-        is_at_limit = elapsed_s >= limit_s - ended.save_within_s - EARLY_S
+        is_at_limit = bool(elapsed_s) and not _ended_early(ended)
         after_s = self.training_s()
         trained_s = (after_s or 0.0) - self._before_s
         self._before_s = after_s or 0.0
         made_nothing = not ended.late and not steps and trained_s <= 0
         if ended.state == "TIMEOUT":
-            # SLURM also says so of a job that ended in the grace time of a preemption, long before
-            # its limit
-            hit_limit = is_at_limit or not elapsed_s
+            hit_limit = not _ended_early(ended)
         else:
             hit_limit = is_at_limit and was_to_save and ended.state != "PREEMPTED"
-        if made_nothing and hit_limit:
+        if made_nothing and hit_limit and ended.lowered_to is None:
             took_s = elapsed_s or limit_s
             least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
             raise UserError(
@@ -109,6 +107,15 @@ def _last_elapsed_s(ended: JobRecord) -> float:
         for attempt in ended.attempts()[-1:]:
             return float(attempt["ended_at"] or attempt["seen_at"]) - float(attempt["started_at"])
     return 0.0
+
+
+def _ended_early(ended: JobRecord) -> bool:
+    """True if a job ended long before its limit.
+
+    SLURM says TIMEOUT also of one that ended in the grace time of a preemption.
+    """
+    limit_s = 60.0 * (ended.lowered_to or ended.runtime)
+    return 0 < _last_elapsed_s(ended) < limit_s - ended.save_within_s - EARLY_S
 
 
 class SlurmLauncher:
@@ -200,7 +207,9 @@ class SlurmLauncher:
                 if saved > saved_before:
                     fruitless = 0
                     ended_by_site = 0
-                elif ended.state in ENDED_BY_SITE:
+                elif ended.state in ENDED_BY_SITE or (
+                    ended.state == "TIMEOUT" and _ended_early(ended)
+                ):
                     ended_by_site += 1
                 else:
                     fruitless += 1
