@@ -479,6 +479,42 @@ def test_an_older_snakemake_refusal_is_not_a_failure(
     assert line.startswith("cellmill: stage embed: sbatch refused the job: no QOS; ")
 
 
+def test_a_refused_array_of_jobs_is_quoted_for_its_stage(tmp_path: Path) -> None:
+    refused = (
+        "SLURM sbatch failed for array job submission (tasks 1-2). The error message was '{}'.\n"
+    )
+    error = (
+        "Error in rule {}:\n    message: Part of failed array sbatch submission (tasks 1-2); see log for details.\n"
+        "    jobid: {}\n"
+    )
+    blocks = [
+        refused.format("sbatch: error: no QOS"),
+        *(error.format("embed", job) for job in (4, 5)),
+        refused.format("no account"),
+        error.format("evaluate", 6),
+    ]
+    (tmp_path / "log").write_text("".join(blocks))
+    lines = reasons_of_failed(str(tmp_path / "log"))
+    assert [line.partition("; ")[0] for line in lines] == [
+        "cellmill: stage embed: sbatch refused the job: no QOS",
+        "cellmill: stage evaluate: sbatch refused the job: no account",
+    ]
+
+
+def test_the_log_of_a_job_of_an_array_is_found(tmp_path: Path) -> None:
+    told = tmp_path / "rule_embed" / "tiny" / "9_1.log"
+    told.parent.mkdir(parents=True)
+    real = tmp_path / "rule_embed" / "9_1.log"
+    real.write_text("slurm_script: 4: python: not found\n")
+    stage = tmp_path / "a.log"
+    (tmp_path / "log").write_text(
+        f"Error in rule embed:\n    log: {stage}, {told} (check log file(s) for …)\n"
+    )
+    assert reasons_of_failed(str(tmp_path / "log")) == [
+        f"{real}: slurm_script: 4: python: not found"
+    ]
+
+
 def test_running_stages_report_their_progress(results: Path, cli: Cli) -> None:
     line = "preprocess kang: 14,000 of 20,000 cells (70%), 400 cells/s, 15 s left"
     logs = {

@@ -74,7 +74,7 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
             if job in refusals and "    message: None\n" in error:
                 # Snakemake before 9.27 repeats its errors at the end, without sbatch's answer
                 continue
-            refusal = _refusal(stage, error)
+            refusal = _refusal(stage, error, text)
             if refusal:  # its rule's log, if there is one, is of an earlier run
                 refusals.add(job)
                 reasons[refusal] = None
@@ -83,12 +83,21 @@ def reasons_of_failed(logs: str | Sequence[str]) -> list[str]:
     return list(reasons)
 
 
-def _refusal(stage: str, error: str) -> str:
-    """sbatch's refusal of a job with the remedy; empty if it accepted the job."""
-    match = re.search(r"SLURM sbatch failed\. The error message was '(.*?)'\.$", error, re.M | re.S)
-    if match is None:
+def _refusal(stage: str, error: str, log: str) -> str:
+    """sbatch's refusal of a job with the remedy; empty if it accepted the job.
+
+    That of an array of jobs is in the log above the errors of its jobs.
+    """
+    array = ""
+    tasks = re.search(r"Part of failed array sbatch submission (\(.*?\))", error)
+    if tasks is not None:
+        array = f" for array job submission {tasks[1]}"
+        error = log[: log.index(error)]
+    answer = rf"SLURM sbatch failed{re.escape(array)}\. The error message was '(.*?)'\.$"
+    answers = re.findall(answer, error, re.MULTILINE | re.DOTALL)
+    if not answers:
         return ""
-    complaint = " ".join(match[1].replace("sbatch: error: ", "").split())
+    complaint = " ".join(answers[-1].replace("sbatch: error: ", "").split())
     remedy = f"the request is in the profile, set-resources: {stage} or default-resources"
     if QUOTA.search(complaint):
         remedy = QUOTA_REMEDY
@@ -104,7 +113,7 @@ def _last_lines(error: str) -> Iterator[str]:
     for names in re.findall(r"^    log: (.+) \(check log file", error, re.MULTILINE):
         paths = [Path(names)]
         if not paths[0].is_file():
-            paths = [Path(name) for name in names.split(", ")]
+            paths = [_real_log(Path(name)) for name in names.split(", ")]
         last = last_of_cellmill = ""
         for path in filter(Path.is_file, paths):
             for line in path.read_text("utf-8", "replace").splitlines():
@@ -116,6 +125,12 @@ def _last_lines(error: str) -> Iterator[str]:
             yield last_of_cellmill
         elif last and not all(path.is_file() for path in paths):
             yield last
+
+
+def _real_log(path: Path) -> Path:
+    """The log of a job: that of an array's job is one folder above where the plugin says."""
+    above = path.parents[1] / path.name if len(path.parents) > 1 else path
+    return above if above.is_file() and not path.is_file() else path
 
 
 class StageWatch:
