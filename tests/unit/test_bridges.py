@@ -146,6 +146,11 @@ def test_without_a_label_a_bridge_ends_in_a_line(
     given.metrics.write_text(given.metrics.read_text().replace('"heldout"', '"all"'))
     with pytest.raises(SystemExit, match="expected two or more; name another label in the table"):
         embedded_cells.read_cells(given)
+    given.umap.write_text("dataset\tobs_name\tx\ty\theldout\n")
+    with pytest.raises(
+        SystemExit, match=r"umap.tsv: no cell of cells, .*set evaluate.effort to full"
+    ):
+        embedded_cells.read_cells(given)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -90,12 +90,15 @@ def read_cells(given: argparse.Namespace) -> EmbeddedCells:
 def _scored(umap: Path, dataset: str, every: bool) -> set[str]:
     """obs names of the dataset in umap.tsv that were held out, or all of them."""
     with open(umap, newline="", encoding="utf-8") as file:
-        lines = csv.DictReader(file, delimiter="\t")
-        return {
-            line["obs_name"]
-            for line in lines
-            if line["dataset"] == dataset and (every or line["heldout"] == "1")
-        }
+        lines = [
+            line for line in csv.DictReader(file, delimiter="\t") if line["dataset"] == dataset
+        ]
+    if not lines:
+        sys.exit(
+            f"cellmill: {umap}: no cell of {dataset}, which the bridge would score; set evaluate.effort to full, as "
+            "effort fast draws no UMAP"
+        )
+    return {line["obs_name"] for line in lines if every or line["heldout"] == "1"}
 
 
 def _column(obs: Any, name: str, path: Path) -> np.ndarray:
