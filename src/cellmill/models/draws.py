@@ -5,6 +5,11 @@ step, position). Positions 2 to 4 would repeat the draws of a view, so a sum tha
 adds MASK_IN_VIEW_KEY. UNDETECTED_KEY and UNKNOWN_LEVEL_KEY are equal, so a gene's draw and a column of
 the same number share bits. Other keys would change every training. After (cell, seed, step), keys from
 1 << 32 are left to objectives of other packages.
+
+Evaluation and validation draw with steps of their own (`models/objective.py`). Step 0 is both that of an
+evaluation and the first of a training, so with equal seeds their cells of one id have the same random
+numbers. These are different cells: ids count the cells of a split in training, and the rows of a file
+in evaluation. Nothing leaks, because random numbers depend on keys, not on counts.
 """
 
 # after (cell, seed, step)

@@ -30,14 +30,10 @@ from cellmill.data.stream.tokenizer import Tokenizer
 from cellmill.models.initial import Fill
 from cellmill.runs.results import Verdict, compare
 
-# Steps that key views and masks outside training. `reconstruct` draws with EVALUATION_STEP and the
-# seed of the evaluation. Step 0 of a training with the same seed has the same random numbers for the
-# cell with the same id, which is another cell: ids count the cells of a split in training, and the rows
-# of a file in evaluation. This leaks nothing, because random numbers depend on keys, not on counts.
-EVALUATION_STEP = 0
-VALIDATION_STEP = -1  # never a step of training
-# likewise; the same genes are hidden from all cells, and whole cells predicted
-HIDDEN_GENES_STEP = -2
+# steps that key views and masks outside training (`models/draws.py`)
+EVALUATION_STEP = 0  # task `reconstruct`
+VALIDATION_STEP = -1
+HIDDEN_GENES_STEP = -2  # metric hidden_genes: its views hide the same genes from all cells
 MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a rounding error
 FORMER_NAMES = {
     "tensor": "tensor_parallel_styles",
@@ -112,43 +108,53 @@ class Objective:
     - `loss`, from the model's states; or `observe` of every batch, then `judge` once if there is a target
     """
 
+    former_names: ClassVar[Mapping[str, str]] = MappingProxyType(FORMER_NAMES)
+    """New names by former ones, which subclasses may not define."""
+
+    # heads
     tensor_parallel_styles: Mapping[str, Style] = MappingProxyType({})
     """Tensor-parallel style of heads, by path in the model; others are replicated."""
     gene_rows: frozenset[str] = frozenset()
     """Parameters of heads with a row per token of the vocabulary; `init_from` matches them by gene."""
-    part_weights: Mapping[str, float] = MappingProxyType({})
-    """Weight of each part of a loss that is a vector, by name; empty for one loss."""
-    coupled_widths: tuple[int, ...] = ()
-    """Width of each table of `coupled_rows`; none if the loss of a cell depends on no other cell."""
-    in_validation_loss: bool = True
-    """False for a part whose loss `val_loss` leaves out; metrics.jsonl still has it by its name."""
-    has_target_per_cell: bool = False
-    """True if the target is a label, number or vector that a cell may lack (`CellObjective`).
 
-    Training logs the fraction of cells that have one as `labelled_frac`.
-    """
+    # batches
+    training: bool = True
+    """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
     in_view: bool = False
     """True for a part of a sum whose batch is a view that another part drew.
 
     The random draws of its `prepare` then need keys that the view's draws did not use
     (`models/draws.py`).
     """
-    training: bool = True
-    """False while `prepare` is called for validation or evaluation; set by `Model.prepare`."""
+    has_target_per_cell: bool = False
+    """True if the target is a label, number or vector that a cell may lack (`CellObjective`).
+
+    Training logs the fraction of cells that have one as `labelled_frac`.
+    """
+
+    # loss
+    part_weights: Mapping[str, float] = MappingProxyType({})
+    """Weight of each part of a loss that is a vector, by name; empty for one loss."""
+    coupled_widths: tuple[int, ...] = ()
+    """Width of each table of `coupled_rows`; none if the loss of a cell depends on no other cell."""
+
+    # validation
+    in_validation_loss: bool = True
+    """False for a part whose loss `val_loss` leaves out; metrics.jsonl still has it by its name."""
     validates_coupled_loss: bool = False
     """True if `loss` needs shares in validation too; a `CellObjective` derives it."""
     metric_names: tuple[str, ...] = ()
     """Metrics that validation logs in addition, such as accuracy: keys of `validation_metrics`."""
+    n_sums: int = 0
+    """Number of sums over cells or targets that `validation_metrics` reads."""
+    kept_sums: list[Tensor] | None = None
+    """If a list, `loss` appends these sums over a micro-batch to it, `(n_sums,)` float64."""
     uses_hidden_genes: bool = False
-    """True if these metrics need views of step HIDDEN_GENES_STEP (`objectives/shared/views.py`).
+    """True if `validation_metrics` needs views of step HIDDEN_GENES_STEP
+    (`objectives/shared/views.py`).
 
     Validation draws them only if one of the metrics is `train.best_metric`.
     """
-    n_sums: int = 0  # number of sums over cells or targets that `validation_metrics` reads
-    former_names: ClassVar[Mapping[str, str]] = MappingProxyType(FORMER_NAMES)
-    """New names by former ones, which subclasses may not define."""
-    kept_sums: list[Tensor] | None = None
-    """If a list, `loss` appends these sums of a micro-batch to it, `(n_sums,)` float64."""
 
     def __init_subclass__(cls) -> None:
         for base in cls.__mro__[1:]:
@@ -213,6 +219,8 @@ class Objective:
     def view(self, batch: Batch, *, seed: int, step: int) -> Batch:
         """Choose the tokens of a batch, on the CPU, that the model is given; by default all.
 
+        An objective that `uses_hidden_genes` returns the views of its metrics at step HIDDEN_GENES_STEP.
+
         A pure function of (seed, step, cell) and the cell's counts in their order. A subclass of Batch
         carries what `prepare` needs of hidden tokens.
         """
@@ -238,9 +246,15 @@ class Objective:
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: Any) -> Tensors:
         """Make the rows of a micro-batch for each table, `(n, width)` float32.
 
-        A cell has at most one row. The first number of a row is not 0. Training gathers the rows of
-        the global batch, and what `prepare` returned gets the attribute `shares`, a `RowShare` for
-        each table: `loss` adds `share.loss(rows)`. See `train.batch_rows`.
+        A cell has at most one row. Its first number is not 0, since rows of zeros are empty slots of
+        the global batch, whose rows training gathers. Of three cells, the second without a target:
+
+            rows of the first micro-batch     [1, x] of cell 1
+            rows of the second                [1, x] of cell 3
+            table, with a slot per cell       [1, x] of cell 1, [1, x] of cell 3, zeros
+
+        What `prepare` returned then gets the attribute `shares`, a `RowShare` for each table: `loss` adds
+        `share.loss(rows)`. See `train.batch_rows`.
         """
         raise NotImplementedError
 
@@ -310,9 +324,9 @@ def expected_bins(logits: Tensor, first_bin: int = 1) -> Tensor:
     return logits.softmax(1) @ (bins + first_bin)
 
 
-def r2_over(base: float, error: float) -> float | None:
+def r2_over(baseline_error: float, error: float) -> float | None:
     """Compute R² of a squared error over a baseline's; None for a baseline without error."""
-    return 1 - error / base if base > 0 else None
+    return 1 - error / baseline_error if baseline_error > 0 else None
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float | None:
