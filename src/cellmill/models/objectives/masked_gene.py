@@ -84,7 +84,10 @@ class MaskedGene(MaskedObjective):
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score predicted genes against the most frequent gene and the frequencies of all genes."""
+        """Score predicted genes against the most frequent gene and the frequencies of all genes.
+
+        Frequencies are over the tokens of whole training cells, also if the targets are those of a view.
+        """
         genes, is_correct, losses = GeneObservations(*observed)
         n_tokens = statistics.n_tokens
         # add one, so that no gene has frequency 0

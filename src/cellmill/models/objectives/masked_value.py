@@ -77,8 +77,8 @@ class MaskedValue(MaskedObjective):
         is_hidden = mask.hidden | (mask.replaced & ~is_replaced)
         shown = values.masked_fill(is_hidden, 0)
         shown[is_replaced] = values[_choose_visible_tokens(mask, is_replaced, n_visible)]
-        # values are predicted as differences from the mean `center`: no masked value may enter it,
-        # whether hidden, kept or replaced
+        # predictions are differences from `center`, the mean of the cell's visible values: no masked value
+        # may enter it, whether hidden, kept or replaced
         return {"values": shown, "value_hidden": is_hidden, "enters_center": ~mask.masked}
 
     def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ class NextGene(Objective):
         logits = self.predict_gene_logits(model, prior_states)  # `(n, V)`
         position = torch.arange(len(token_ids), device=token_ids.device)
         # `(V,)`: last position at which each token is a candidate: a gene's own position in the cell,
-        # the cell's length for a gene that it lacks, none for special tokens
+        # the cell's length for a gene that it lacks, -1 (never) for special tokens
         candidate_until = torch.full((logits.shape[1],), len(token_ids), device=token_ids.device)
         candidate_until = candidate_until.index_put((token_ids,), position)
         candidate_until[: len(SPECIAL)] = -1
@@ -297,17 +297,25 @@ class RankBaseline:
 
         `cell_genes` are the genes of the cell in order, `scored_positions` the positions to score,
         `(predictions,)` int64.
+
+        A gene is a candidate up to its own position in the cell, and a gene that the cell lacks at all
+        positions. The most frequent candidate at a position is the first gene by frequency that is one
+        for as long or longer: where the running maximum of `candidate_until` reaches the position. In a
+        cell with genes 0 and 2, of four:
+
+            genes_by_frequency    0 3 2 1
+            candidate_until       0 2 1 2
+            running maximum       0 2 2 2
+            predicted             0 at position 0, 3 at position 1
         """
         frequency = self.frequencies[bucket][cell_genes]
         # total frequency of the candidates: at least the gene's own, in spite of rounding
         earlier_frequency = np.cumsum(frequency) - frequency
         candidate_frequency = np.maximum(1 - earlier_frequency, frequency)
         cross_entropy = np.log(candidate_frequency[scored_positions] / frequency[scored_positions])
-        # a gene is a candidate up to its own position, a gene that the cell lacks at all positions
         genes_by_frequency = self.genes_by_frequency[bucket]
         candidate_until = np.full(len(genes_by_frequency), len(cell_genes))
         candidate_until[cell_genes] = np.arange(len(cell_genes))
-        # the most frequent candidate at position p is where the running maximum reaches p
         running_max = np.maximum.accumulate(candidate_until[genes_by_frequency])
         predicted = genes_by_frequency[np.searchsorted(running_max, scored_positions)]
         return predicted == cell_genes[scored_positions], cross_entropy

@@ -94,7 +94,10 @@ class TokenDraws(NamedTuple):
 
     token_cells: Tensor  # `(T,)` int64: index of the token's cell
     is_hidden: Tensor  # `(T,)` bool
-    random_order: Tensor  # `(T,)` int64: the hidden tokens with the lowest numbers are queried
+    random_order: Tensor
+    """`(T,)` int64: the hidden tokens with the lowest numbers are queried. The same random numbers hide
+    tokens, but those of hidden tokens are in random order too.
+    """
     hidden_frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
 
 
@@ -260,7 +263,10 @@ class QueryDecoding(Objective):
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score mean squared errors, zeros included: of the model, and of the gene's training mean."""
+        """Score mean squared errors, zeros included: of the model, and of the gene's training mean.
+
+        Values are those of whole cells, in the queries and in the mean.
+        """
         queries = QueryObservations(*observed)
         values = queries.values.astype(np.float64)
         predicted = queries.predicted.astype(np.float64)

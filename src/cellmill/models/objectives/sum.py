@@ -123,9 +123,9 @@ class Sum(Objective):
     def _choose_model_fields(self, part_batches: list[Any]) -> dict[str, Any]:
         """Choose the tokens that the model is given: `MODEL_FIELDS` and their values.
 
-        They come from the part that `owns_tokens`, since no part may see its targets. Without such a part
-        all have the same tokens, and the batch of the first is taken. Second views come from the part that
-        `draws_view`: another part, which leaves its tokens to the owner.
+        They come from the part that `owns_tokens`, since no part may see its targets. Second views come
+        from the part that `draws_view`, which leaves its tokens to the owner. Without an owner all parts have
+        the same tokens, and without a drawer there are no second views: the first part then stands for it.
         """
         owner_batch = part_batches[0]
         drawer_batch = part_batches[0]
@@ -146,7 +146,7 @@ class Sum(Objective):
         for part, part_batch, shares in zip(
             self.parts.values(), prepared.part_batches, shares_by_part
         ):
-            # validation computes all shares if one part needs them; other parts leave theirs out
+            # in validation only parts with `validates_coupled_loss` add their shares
             uses_shares = model.training or part.validates_coupled_loss
             if shares and uses_shares:
                 part_batch = replace(part_batch, shares=shares)

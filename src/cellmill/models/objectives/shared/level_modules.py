@@ -6,11 +6,12 @@ batch to the decoder, so that the cell's vector need not encode the batch, as in
 predicts the experimental batch from the cell's vector, through a reversed gradient that makes the
 encoder hide it (Ganin & Lempitsky 2015).
 
-Both have a row for every level, so that `init_from` can match rows by the level's name. Only the rows
-of the first `n_known` levels are used. MISSING is the last level if there is one: cells without a
-value have code 0, like cells of an unknown level.
+Both have a row for every level, so that `init_from` can match rows by the level's name. MISSING is the
+last level if there is one. Its row is not used: the other levels, the first `n_known`, are the known
+ones.
 
-Legend: C cells, E width of a cell's vector. Level codes begin at 1; 0 is an unknown level.
+Legend: C cells, E width of a cell's vector. Level codes begin at 1; cells without a value, and cells of a
+level that the corpus lacks, have code 0.
 """
 
 import torch
@@ -22,7 +23,7 @@ from cellmill.models.initial import Fill, with_std, zeros
 
 
 class LevelEmbedding(nn.Module):
-    """Learned vector per level, zero for an unknown level.
+    """Learned vector per level, zero for code 0.
 
     With `is_centred` the mean over known levels is subtracted.
     """

@@ -11,8 +11,9 @@ training and in validation. Their validation loss depends on `train.global_batch
 A label is a level of the label column other than MISSING. Tensors have its index in `label_names`; its
 level code is the index plus 1.
 
-Legend: T tokens of the batch, C cells with a target, H width of a state, E width of a cell's vector, L
-outputs of the head (for labels the number of levels, for a number 1), D width of a teacher's vector.
+Legend: T tokens of the batch, C cells (in training those with a target), H width of a state, E width of
+a cell's vector, L outputs of the head (for labels the number of levels, for a number 1), D width of a
+teacher's vector.
 """
 
 from dataclasses import dataclass
