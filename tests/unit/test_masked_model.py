@@ -287,7 +287,7 @@ def test_the_cell_loss_is_computed_with_every_target_hidden(tokenizer: str, obje
     hidden = plain.prepare(batch, seed=0, step=1)
     targets = prepared.target_tokens
     expected = model.inputs(hidden, targets)
-    queried = prepared.hide_targets(objective == "masked_gene")
+    queried = prepared.with_all_hidden(objective == "masked_gene")
     assert torch.equal(model.inputs(queried, targets), expected)
     assert not torch.equal(model.inputs(prepared, targets), expected)
     queries: list[torch.Tensor] = []

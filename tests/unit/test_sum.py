@@ -21,6 +21,7 @@ from cellmill.models.counter_rng import host_state, keyed_token_bits
 from cellmill.models.objective import GeneStatistics, Objective
 from cellmill.models.objectives.cell_decoding import CellDecoding
 from cellmill.models.objectives.classification import Classification
+from cellmill.models.objectives.masked_gene import MaskedGene
 from cellmill.models.objectives.next_gene import NextGene
 from cellmill.models.objectives.shared import masking, views
 from cellmill.models.objectives.sum import Sum
@@ -110,6 +111,7 @@ def test_a_mask_without_a_view_has_the_keys_of_its_objective() -> None:
         (CellDecoding, "rows", "coupled_rows"),
         (Classification, "labels", "label_names"),
         (NextGene, "gene_logits", "predict_gene_logits"),
+        (MaskedGene, "hide", "corrupt"),
     ],
 )
 def test_former_names_of_attributes_are_refused(base: type, former: str, name: str) -> None:

@@ -112,14 +112,14 @@ class CellDecoding(Objective):
     uses_hidden_genes = True
 
     @property
-    def _is_nb(self) -> bool:
-        """True if targets are counts, with a negative binomial for each gene."""
+    def predicts_counts(self) -> bool:
+        """True if targets are counts, with a negative binomial for each gene, not fractions of a cell."""
         return self.config.likelihood == "nb"
 
     @property
     def predicts_log_counts(self) -> bool:
-        """True if the profile is of log(1 + count), not of counts."""
-        return not self._is_nb and self.config.weights == "log1p"
+        """True if targets are fractions of the cell's log(1 + count), not of its counts."""
+        return not self.predicts_counts and self.config.weights == "log1p"
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add the decoder: hidden layer, output layer and, by options, terms and dispersions."""
@@ -138,7 +138,7 @@ class CellDecoding(Objective):
         model.profile_bias = nn.Parameter(torch.empty(vocab_size))
         if config.resolved_batch_column is not None:
             names += self._attach_experimental_batches(model, config.resolved_batch_column, width)
-        if self._is_nb:
+        if self.predicts_counts:
             # the log of each gene's inverse dispersion; the name is that of checkpoints
             model.profile_dispersion = nn.Parameter(torch.empty(vocab_size))
             names.append("profile_dispersion")
@@ -197,7 +197,7 @@ class CellDecoding(Objective):
     def _compute_targets(self, batch: ViewBatch) -> Tensor:
         """Compute `DecodingBatch.entry_targets`, `(entries,)` float32."""
         targets = batch.entry_counts.double()
-        if self._is_nb:
+        if self.predicts_counts:
             return targets.float()
         if self.predicts_log_counts:
             targets = targets.log1p()
@@ -209,7 +209,7 @@ class CellDecoding(Objective):
     def _compute_fractions(self, prepared: DecodingBatch) -> Tensor:
         """Turn `entry_targets` into fractions with sum 1 in each cell, `(entries,)` float32."""
         targets = prepared.entry_targets
-        if not self._is_nb:
+        if not self.predicts_counts:
             return targets
         entry_rows = prepared.find_entry_rows()
         cell_sums = targets.new_zeros(len(prepared.n_entries)).index_add(0, entry_rows, targets)
@@ -232,7 +232,7 @@ class CellDecoding(Objective):
             entry_starts=prepared.entry_starts,
             entry_token_ids=prepared.entry_token_ids,
             entry_targets=prepared.entry_targets,
-            log_inverse_dispersion=model.profile_dispersion if self._is_nb else None,
+            log_inverse_dispersion=model.profile_dispersion if self.predicts_counts else None,
         )
         # VICReg couples the cells of the global batch; this is the micro-batch's share of its loss
         if prepared.shares is not None:

@@ -50,7 +50,7 @@ class MaskedGene(MaskedObjective):
     def initial_value(self, name: str) -> Fill | None:
         return zeros if name == "gene_bias" else None
 
-    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+    def corrupt(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide genes, or replace them by a random gene of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
         if mask.replaced.any():

@@ -65,7 +65,7 @@ class MaskedValue(MaskedObjective):
     def initial_value(self, name: str) -> Fill | None:
         return normal(STD) if name == "hidden_value" else None
 
-    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+    def corrupt(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide values, or replace them by the value of a random visible token of the cell."""
         values = batch.values
         if self.config.renormalize:

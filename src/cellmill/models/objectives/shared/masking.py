@@ -17,6 +17,7 @@ Legend: C cells, T tokens of the batch, N targets, H width of the model.
 """
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -41,7 +42,7 @@ class MaskedBatch(EncoderBatch):
     targets: Tensor  # `(N,)`: genes (int64 token ids) or values of these tokens
     n_targets: Tensor  # N
 
-    def hide_targets(self, predicts_genes: bool) -> Self:
+    def with_all_hidden(self, predicts_genes: bool) -> Self:
         """Return the batch with every masked token hidden, also those that are kept or replaced."""
         masked = self.target_tokens
         if predicts_genes:
@@ -77,10 +78,11 @@ class MaskedObjective(Objective):
     """
 
     config: MaskedObjectiveConfig
+    former_names = MappingProxyType({"hide": "corrupt", "hides_all": "hides_all_masked"})
     predicts_genes: bool  # True if targets are genes, False if they are values
 
     @property
-    def hides_all(self) -> bool:
+    def hides_all_masked(self) -> bool:
         """True if all masked tokens are hidden in training too: none is kept or replaced."""
         return self.config.random_frac + self.config.keep_frac == 0
 
@@ -105,7 +107,7 @@ class MaskedObjective(Objective):
         return MaskedBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
-            **self.hide(batch, mask),
+            **self.corrupt(batch, mask),
             target_tokens=target_tokens,
             targets=token_ids_or_values[target_tokens],
             n_targets=torch.tensor(len(target_tokens), device=target_tokens.device),
@@ -120,7 +122,7 @@ class MaskedObjective(Objective):
         masked = self._choose_masked(mask_draws, is_gene, token_cells, len(batch.lengths))
         hidden = masked
         kept = torch.zeros_like(masked)
-        if self.training and not self.hides_all:
+        if self.training and not self.hides_all_masked:
             hidden, kept = self._draw_hidden_and_kept(mask_draws, masked)
         return Mask(
             token_cells=token_cells,
@@ -157,7 +159,7 @@ class MaskedObjective(Objective):
         hidden = masked & ~kept & (draws < threshold(hidden_frac))
         return hidden, kept
 
-    def hide(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
+    def corrupt(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
         """Hide or replace the targets as `mask` says; return the changed fields of the batch."""
         raise NotImplementedError
 
@@ -169,7 +171,9 @@ class MaskedObjective(Objective):
             return loss
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         # the targets are embedded again: the last pipeline stage does not receive the embeddings
-        all_hidden = prepared if self.hides_all else prepared.hide_targets(self.predicts_genes)
+        all_hidden = (
+            prepared if self.hides_all_masked else prepared.with_all_hidden(self.predicts_genes)
+        )
         # no variable holds the two tensors, so their memory is free before the head runs
         head_inputs = torch.cat(
             [
