@@ -96,8 +96,9 @@ class Classification(LabelObjective):
         A label that the model hides has no verdict.
         """
         label_indices, logits = observed
+        logits = logits.astype(np.float64)
         n_cells = len(label_indices)
-        log_probabilities = torch.from_numpy(logits).double().log_softmax(1).numpy()
+        log_probabilities = torch.from_numpy(logits).log_softmax(1).numpy()
         loss = float(-log_probabilities[np.arange(n_cells), label_indices].mean())
         is_correct = log_probabilities.argmax(1) == label_indices
         _, counts = np.unique(label_indices, return_counts=True)
@@ -110,7 +111,6 @@ class Classification(LabelObjective):
             "accuracy": float(is_correct.mean()),
             "accuracy_largest_label": float(frequencies.max()),
         }
-        logits = logits.astype(np.float64)
         if self.temperature is not None:
             metrics["temperature"] = self.temperature
             metrics["calibration_error"] = calibration_error_of_logits(

@@ -171,8 +171,8 @@ class QueryDecoding(Objective):
         query_cells = draws.token_cells[queried_tokens]
         # `(C,)` each
         n_queries = torch.bincount(query_cells, minlength=n_cells)
-        n_hidden_tokens = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
-        weights = n_hidden_tokens / n_queries.clamp(min=1)  # hidden genes per query, float32
+        n_hidden = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
+        weights = n_hidden / n_queries.clamp(min=1)  # hidden genes per query, float32
         return Queries(
             cells=query_cells,
             token_ids=batch.token_ids[queried_tokens],

@@ -35,13 +35,6 @@ from cellmill.runs.results import compare
 EPS = 1e-8
 
 
-class Standardisation(NamedTuple):
-    """Mean and standard deviation that standardise a number."""
-
-    mean: float
-    std: float
-
-
 class MomentSums(NamedTuple):
     """Sums over cells of predictions x and targets y.
 
@@ -71,17 +64,21 @@ class Regression(CellObjective):
         return (self.head_name,)
 
     @property
-    def _standardisation(self) -> Standardisation:
-        return Standardisation(
-            mean=self.config.target_mean or 0.0, std=self.config.target_std or 1.0
-        )
+    def _mean(self) -> float:
+        """Mean of the numbers that are standardised."""
+        return self.config.target_mean or 0.0
+
+    @property
+    def _std(self) -> float:
+        """Standard deviation of the numbers that are standardised."""
+        return self.config.target_std or 1.0
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
         if batch.numbers is not None:  # None where no numbers are read, as in `embed`
             column = self.number_columns.index(self.config.target_column)
             numbers = batch.numbers[:, column]
-        targets = (numbers - self._standardisation.mean) / self._standardisation.std
+        targets = (numbers - self._mean) / self._std
         return targets.float(), numbers.isfinite()
 
     def predict(
@@ -92,7 +89,7 @@ class Regression(CellObjective):
 
     def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
         """Predict numbers in the unit of the column: `vectors` `(C, E)` -> `(C,)` float32."""
-        return self.predict(model, vectors) * self._standardisation.std + self._standardisation.mean
+        return self.predict(model, vectors) * self._std + self._mean
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
         targets = prepared.targets
@@ -158,7 +155,7 @@ class Regression(CellObjective):
         errors = targets - predicted
         r2 = float(1 - np.square(errors).mean() / targets.var())
         metrics["r2"] = r2
-        errors_in_units = errors * self._standardisation.std  # in the unit of the column
+        errors_in_units = errors * self._std  # in the unit of the column
         metrics["mean_absolute_error"] = float(np.abs(errors_in_units).mean())
         mean_square = np.square(errors_in_units).mean()
         metrics["root_mean_squared_error"] = float(mean_square**0.5)
