@@ -4,6 +4,7 @@ step, no hang.
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from cellmill.config.parts.tokens import ContinuousTokens, Tokens
 from cellmill.data.recycled import recycled_empty
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
+from cellmill.data.stream import cell_stream
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.genes_per_cell import GenesPerCellQueue
@@ -323,6 +325,37 @@ def test_close_ends_every_thread_at_any_moment(manifest: Manifest) -> None:
         assert steps == 0 or next(batches, None) is None
         with pytest.raises(RuntimeError, match="closed"):
             next(iter(stream))
+
+
+def test_a_stream_closed_as_its_iteration_begins_ends_it(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = threads()
+    streams: list[CellStream] = []
+
+    class ClosingPool(ThreadPoolExecutor):
+        """Closes the stream when the iteration's pool is made."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if streams:
+                streams[0].close()
+
+    class LaterClosingPool(ThreadPoolExecutor):
+        """Closes the stream when the iteration submits its first group."""
+
+        def submit(self, *args: Any) -> Any:
+            streams[0].close()
+            return super().submit(*args)
+
+    monkeypatch.setattr(cell_stream, "ThreadPoolExecutor", ClosingPool)
+    streams.append(stream_of(manifest))
+    with pytest.raises(RuntimeError, match=r"^the stream is closed$"):
+        next(iter(streams[0]))
+    monkeypatch.setattr(cell_stream, "ThreadPoolExecutor", LaterClosingPool)
+    streams[0] = stream_of(manifest)
+    assert list(streams[0]) == []
+    assert threads() <= before
 
 
 def test_leaving_a_loop_ends_the_thread_that_reads_ahead(manifest: Manifest) -> None:

@@ -7,8 +7,7 @@ steps into a bounded queue. The state is an epoch and a step, so resuming replay
 
 from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,13 +31,13 @@ from cellmill.data.stream.order import (
     OrderRule,
     make_epoch_order,
 )
-from cellmill.data.stream.step_reader import StepReader
+from cellmill.data.stream.step_reader import StepGroup, StepReader
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.errors import ConfigError, DataError, as_yaml
 
-# groups of steps in the queue: one is being tokenized, the others are done or wait for the thread
-_QUEUED_GROUPS = 3
-_END_OF_EPOCH = None  # result of a queued task after the last group
+# groups of steps after the one in use: one is being tokenized, the others are done or wait
+_GROUPS_AHEAD = 3
+_NO_MORE_GROUPS = object()  # result of a queued task after the last group
 _TOKENS_ONLY = BatchFields()
 # options of section `stream` that fix the order of cells: in any run, and only in a run with weights
 _ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
@@ -211,32 +210,21 @@ class CellStream:
         and starts at the state that was loaded last, or where the last iteration ended. Otherwise it is
         one epoch, always from the start. The first step of a new iteration ends an earlier one.
         """
-        if self._closed:
-            raise RuntimeError("the stream is closed")
         if not self._order_rule.options.is_training:
             self._epoch = 0
             self._step = 0
         self._stop_tokenizing()
         groups = self._step_reader.read_steps(self._epoch, self._step)
-        # lazy: each `next` reads and tokenizes a group, and returns the micro-batches of its steps
-        tokenized = map(self._batch_maker.make_micro_batches, groups)
         pool = ThreadPoolExecutor(1, thread_name_prefix="cellmill-stream")
         self._pool = pool
-        queue = deque(pool.submit(next, tokenized, _END_OF_EPOCH) for _ in range(_QUEUED_GROUPS))
-        # `_stop_tokenizing` may end this iteration between two `yield`, or from another thread. Queued
-        # tasks are then cancelled, `submit` raises RuntimeError, and `self._pool` is no longer `pool`
+        # `close` in another thread either finds this pool, and ends it, or is seen here
+        if self._closed:
+            self._stop_tokenizing()
+            raise RuntimeError("the stream is closed")
         try:
-            while queue:
-                try:
-                    batches_by_step = queue.popleft().result()
-                except CancelledError:
-                    return
-                if batches_by_step is _END_OF_EPOCH:
-                    return
-                with suppress(RuntimeError):
-                    queue.append(pool.submit(next, tokenized, _END_OF_EPOCH))
+            for batches_by_step in self._tokenize_ahead(groups, pool):
                 for batches in batches_by_step:
-                    if self._pool is not pool:
+                    if self._pool is not pool:  # `_stop_tokenizing` has ended this iteration
                         return
                     self._step += 1
                     if self._step == self.steps_per_epoch:
@@ -245,6 +233,29 @@ class CellStream:
                     yield batches
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _tokenize_ahead(
+        self, groups: Iterator[StepGroup], pool: ThreadPoolExecutor
+    ) -> Iterator[list[list[Batch]]]:
+        """Yield the micro-batches of each group, which the thread of `pool` reads and tokenizes ahead.
+
+        Ends early once `_stop_tokenizing` has shut `pool` down.
+        """
+        # lazy: each `next` reads and tokenizes a group
+        tokenized = map(self._batch_maker.make_micro_batches, groups)
+        queue = deque[Future[Any]]()  # the next group, then those ahead
+        while True:
+            try:
+                while len(queue) <= _GROUPS_AHEAD:
+                    queue.append(pool.submit(next, tokenized, _NO_MORE_GROUPS))
+                batches_by_step = queue.popleft().result()
+            except (RuntimeError, CancelledError):
+                if self._pool is pool:
+                    raise
+                return  # `pool` takes no more groups, or has cancelled this one
+            if batches_by_step is _NO_MORE_GROUPS:
+                return
+            yield batches_by_step
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` needs to continue.
