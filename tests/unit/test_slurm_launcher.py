@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -547,6 +548,23 @@ def test_an_unusable_answer_is_never_the_end_of_a_job(
     assert f"warning: no usable answer from squeue ({shown}" in printed
     assert "squeue answers again\n" in printed
     assert len(done.calls("sbatch")) == 1
+
+
+def test_a_night_without_the_controller_ends_no_training(
+    scripted: Scripted, monkeypatch: MonkeyPatch
+) -> None:
+    hours = iter([0, 1, 13, 26])
+    monkeypatch.setattr(
+        "cellmill.launch.follow.time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
+    )
+    job = queue_module.QueuedJob("7", JobState("RUNNING"), "a")
+    follower = JobFollower(job, queue_module.Queue(1.0), Tail(scripted.fake / "log"))
+    for _ in range(2):
+        follower._wait_for_answer("no answer")
+    with pytest.raises(
+        Stopped, match="job 7 may still run: run the same command to follow it again"
+    ):
+        follower._wait_for_answer("no answer")
 
 
 def test_sbatch_is_retried_unless_the_job_exists(done: Scripted) -> None:

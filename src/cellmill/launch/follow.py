@@ -16,7 +16,8 @@ from cellmill.runs.jobs import JobRecord, Jobs
 from cellmill.runs.lock import claimant
 from cellmill.runs.slurm import NOT_LISTED, UNKNOWN, UNLISTED, ClusterJob, JobState
 
-PATIENCE_S = 3600  # how long to wait for a queue that gives no answer
+# how long to wait for a queue that gives no answer: a night's work on the controller ends no training
+PATIENCE_S = 24 * 3600
 GONE_S = 60  # how long SLURM has to know nothing of a job before it counts as ended
 CANCEL_S = 60  # how long a cancelled job may take to end: it saves first
 PENDING_POLL_S = 60  # longest time between two looks at a waiting job
