@@ -289,8 +289,8 @@ def test_two_heads_of_one_name_are_refused() -> None:
         parts |= SumConfig.model_validate({"parts": {name: {"cell_loss_weight": 0}}}).parts
     objective = Sum(SumConfig.model_construct(name="sum", parts=parts), TOKENS)
     with refused(
-        "objective.parts.masked_gene: the model already has an attribute head; "
-        "rename this head, or leave out the part that has it"
+        "objective.parts.masked_gene: the model already has an attribute head; leave this part out, or "
+        "let its attach use another name"
     ):
         objective.attach(_model(objective="cell_decoding"), 10)
 

@@ -212,8 +212,8 @@ def _check_heads(part: str, before: Mapping[str, Any], after: Mapping[str, Any])
     for head, module in sorted(after.items()):
         if before.get(head, module) is not module:
             raise ConfigError(
-                f"objective.parts.{part}: the model already has an attribute {head}; "
-                "rename this head, or leave out the part that has it"
+                f"objective.parts.{part}: the model already has an attribute {head}; leave this part out, or "
+                "let its attach use another name"
             )
 
 
