@@ -4,6 +4,7 @@ traces of steps.
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import torch
 
 from cellmill.cli import main
 from cellmill.config.run import AUTO_MIN_STEPS, Train
+from cellmill.data.shards import manifest as manifests
+from cellmill.data.shards.manifest import Manifest
+from cellmill.errors import DataError
 from cellmill.launch.signals import StopFlag
 from cellmill.runs.folder import Checkpoint, TrainFolder, read_lines
 from cellmill.track.tracker import JsonlTracker
+from cellmill.train import staging
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
+from cellmill.train.staging import verify_shards
 from tests.checks import quick
 from tests.distributed import cases
 from tests.distributed.command import Run
@@ -147,6 +153,36 @@ def test_a_stop_ends_a_validation_that_a_resume_repeats(
         saved = (4, 4) if times > 9 else (2, None)
         assert (state["step"], state["val_step"]) == saved
     assert lines == whole
+
+
+def test_hashed_shards_are_recorded_group_by_group(
+    alone: None, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(f"{corpus}/shards", tmp_path / "shards")
+    record = tmp_path / "shards" / "verified.json"
+    record.unlink(missing_ok=True)
+    manifest = Manifest.read(tmp_path / "shards" / "manifest.json")
+    names = [file.name for file in manifest.files(("train", "val"))]
+    groups = [names[first : first + 2] for first in range(0, len(names), 2)]
+    assert len(groups) > 2
+    last = tmp_path / "shards" / groups[-1][0]
+    whole = last.read_bytes()
+    last.write_bytes(b"damaged")
+    monkeypatch.setattr(staging, "HASHED_AT_ONCE", 2)
+    reached: list[str] = []
+    with pytest.raises(DataError, match=last.name):
+        verify_shards(manifest, torch.device("cpu"), reached.append)
+    assert reached == [f"the hashes of shards from {group[0]} on" for group in groups]
+    assert [*json.loads(record.read_text())["files"]] == names[: 2 * len(groups) - 2]
+    last.write_bytes(whole)
+    hashed: list[str] = []
+    real = manifests.sha256_file
+    monkeypatch.setattr(
+        manifests, "sha256_file", lambda path: hashed.append(path.name) or real(path)
+    )
+    verify_shards(manifest, torch.device("cpu"))
+    assert sorted(hashed) == sorted(groups[-1])
+    assert json.loads(record.read_text())["files"].keys() == {*names}
 
 
 def test_a_skipped_validation_is_in_the_checkpoint_of_its_step(

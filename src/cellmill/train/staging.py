@@ -11,7 +11,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +31,7 @@ from cellmill.parallel.mesh import Mesh, gather_json
 _END_S = 60  # for removing the copies
 _NODES = "device-of-node-"
 _DECISION = "device"
+HASHED_AT_ONCE = 32  # files of a rank between two positions of the hang watch
 
 
 class Staging:
@@ -104,18 +105,26 @@ class Staging:
         self.copies.remove()
 
 
-def verify_shards(manifest: Manifest, device: torch.device) -> None:
+def verify_shards(
+    manifest: Manifest, device: torch.device, reach: Callable[[str], None] = lambda what: None
+) -> None:
     """Hash shards that verified.json does not list. Collective.
 
-    Raise DataError with the name of a damaged shard.
+    All ranks `reach` each group of files, which is then recorded: a large corpus is no hang, and the
+    next start goes on. Raise DataError with the name of a damaged shard.
     """
     stamps = stamp_files(manifest)
+    names = [*stamps]
+    world = dist.get_world_size()
     dist.barrier()  # rank 0 has stamped the files before another rank hashes one
-    part = slice(dist.get_rank(), None, dist.get_world_size())
-    hashed = torch.tensor(verify_changed(manifest, stamps, part), device=device)
-    dist.all_reduce(hashed)
-    if hashed.item() and dist.get_rank() == 0:
-        record_verified(manifest, stamps)
+    for first in range(0, len(names), world * HASHED_AT_ONCE):
+        end = first + world * HASHED_AT_ONCE
+        reach(f"the hashes of shards from {names[first]} on")
+        part = slice(first + dist.get_rank(), end, world)
+        hashed = torch.tensor(verify_changed(manifest, stamps, part), device=device)
+        dist.all_reduce(hashed)
+        if hashed.item() and dist.get_rank() == 0:
+            record_verified(manifest, {name: stamps[name] for name in names[first:end]})
 
 
 class NodeGpus(NamedTuple):

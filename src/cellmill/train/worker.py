@@ -78,11 +78,14 @@ def main(path: Path, error_file: Path, wanted_device: str) -> None:
     device = _join(options, timeout, wanted_device)
     watch.reach("the start")
     mesh = build_mesh(options.parallel, int(os.environ["LOCAL_WORLD_SIZE"]), device.type)
-    verify_shards(Manifest.read(Path(record["manifest"])), device)
+    verify_shards(Manifest.read(Path(record["manifest"])), device, watch.reach)
+    watch.reach("the first weights")
     staging = Staging(options.stream, mesh)
     trainer = build_trainer(TrainFolder(path), record, options, mesh, stop, watch, staging.copies)
     set_group_timeouts(timeout)
+    watch.reach("the newest checkpoint")
     trainer.resume()
+    watch.reach("the first step")
     staging.start([trainer.train_stream, trainer.val_stream], trainer.progress.step, trainer.steps)
     if dist.get_rank() == 0:  # other trackers follow metrics.jsonl
         trainer.trackers = [JsonlTracker(trainer.folder.metrics), ConsoleTracker()]

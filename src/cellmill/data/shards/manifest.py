@@ -311,11 +311,7 @@ def verify_changed(manifest: Manifest, stamps: Stamps, part: slice = slice(None)
     `stamps` are their stamps now. A file with the same stamp in verified.json has not changed. `part`
     selects some of the files. Raises DataError naming a damaged file.
     """
-    try:
-        tree = read_json(manifest.path.with_name(VERIFIED))
-        verified = dict(tree["files"]) if tree["fingerprint"] == manifest.fingerprint else {}
-    except (DataError, OSError, KeyError, TypeError, ValueError):
-        verified = {}
+    verified = _read_verified(manifest)
     changed = []
     for file in manifest.files(TRAINING_SPLITS)[part]:
         if verified.get(file.name, "") != stamps[file.name]:
@@ -325,13 +321,23 @@ def verify_changed(manifest: Manifest, stamps: Stamps, part: slice = slice(None)
 
 
 def record_verified(manifest: Manifest, stamps: Stamps) -> None:
-    """Record in verified.json that all files of the training splits have been hashed.
+    """Record in verified.json that the files of `stamps` have been hashed.
 
     `stamps` were taken before hashing, so that a file replaced meanwhile is hashed again.
     """
-    verified = {"fingerprint": manifest.fingerprint, "files": stamps}
+    files = _read_verified(manifest) | stamps
+    verified = {"fingerprint": manifest.fingerprint, "files": files}
     with suppress(OSError):  # a corpus that others cannot write to is hashed at each start
         write_json(manifest.path.with_name(VERIFIED), verified)
+
+
+def _read_verified(manifest: Manifest) -> Stamps:
+    """Return the stamps in verified.json, empty for none of these shards."""
+    with suppress(DataError, OSError, KeyError, TypeError, ValueError):
+        tree = read_json(manifest.path.with_name(VERIFIED))
+        if tree["fingerprint"] == manifest.fingerprint:
+            return dict(tree["files"])
+    return {}
 
 
 def stamp(path: Path) -> list[int] | None:
