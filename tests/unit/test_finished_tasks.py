@@ -215,7 +215,7 @@ def test_a_label_of_another_dataset_is_a_dependency(
         config = FragileConfig(name="fragile")
         options = context.options.model_copy(update={"tasks": {"fragile": config}})
         changed = replace(context, options=options)
-        return FinishedTasks(tmp_path, datasets).path("fragile", Fragile(config), changed)
+        return FinishedTasks(tmp_path, datasets).path("fragile", Fragile(config), changed, None)
 
     assert path("cell_type") == path("cell_type") != path("batch")  # `transfer` reads it
 
@@ -248,7 +248,7 @@ def test_an_edited_plug_in_repeats_the_task(
 
     def path() -> Path:
         finished._digest_sources.cache_clear()
-        return tasks.path("fragile", Fragile(config), context)
+        return tasks.path("fragile", Fragile(config), context, None)
 
     for kind in values:
         before = path()
