@@ -56,8 +56,9 @@ def count_detected_and_undetected(
 
 def find_max_tokens_without_cuts(options: Tokens, genes_in_cell: int) -> int:
     """Find the smallest `max_tokens` that cuts neither genes of a cell nor undetected genes drawn for it."""
-    max_tokens = int(genes_in_cell / (1 - options.zero_frac))
-    # counted up from below, since the quotient is rounded
+    zero_frac = options.zero_frac
+    # room for the undetected genes; counted up from there until no detected gene is cut
+    max_tokens = genes_in_cell + int(_round_down(genes_in_cell * zero_frac / (1 - zero_frac)))
     while _max_detected(options.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
         max_tokens += 1
     return max_tokens
