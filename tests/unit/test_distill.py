@@ -22,7 +22,7 @@ from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
-from cellmill.errors import UserError
+from cellmill.errors import DataError, UserError
 from cellmill.evaluate.inference.files import write_embedding
 from cellmill.models.batch import to_tensors
 from cellmill.runs.identity import changed_keys, identity
@@ -169,6 +169,14 @@ def test_a_batch_has_the_vectors_of_its_cells(shards: Manifest, tmp_path: Path) 
     np.testing.assert_array_equal(
         np.concatenate([batch.teacher for batch in batches]), vectors[cells]
     )
+
+
+def test_a_split_without_vectors_is_refused(shards: Manifest, tmp_path: Path) -> None:
+    given = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+    assert teach(shards, tmp_path / "out", write_teacher(tmp_path / "teacher", given)) == 0
+    fields = BatchFields(teacher_folder=str(tmp_path / "out"))
+    with pytest.raises(DataError, match=r"out: no vectors of split test; read train or val$"):
+        fields.open_cell_arrays(shards, "test")
 
 
 def options(**teacher: Any) -> Any:

@@ -44,7 +44,9 @@ class BatchFields:
         if self.teacher_folder is not None:
             _, vectors = open_vectors(Path(self.teacher_folder), manifest)
             if split not in vectors:
-                raise DataError(f"{self.teacher_folder}: no vectors of split {split}")
+                raise DataError(
+                    f"{self.teacher_folder}: no vectors of split {split}; read {' or '.join(vectors)}"
+                )
             arrays["teacher"] = vectors[split]
         return arrays
 
