@@ -25,7 +25,6 @@ from torch.profiler import record_function
 
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import learning_rate
-from cellmill.data.shards.local_copies import warn
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.errors import UserError
@@ -51,7 +50,7 @@ from cellmill.train.optimizer import WeightAverage, build_optimizer
 from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_if, to_device
 from cellmill.train.step_report import LossParts, StepReport, StepScalars
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
-from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric
+from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric, warn
 
 
 class Trainer:

@@ -7,6 +7,7 @@ cells and the sum of z. Source: Roy & Vetterli 2007 (effective rank, here of the
 eigenvalues).
 """
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -228,6 +229,10 @@ class Progress:
             f"step {self.step}: {metric} has not improved in {self.stale_validations} validations (best "
             f"{self.best_value:.6g} at step {self.best_step}); the training ends here (train.early_stop_patience)"
         )
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def check_best_metric(objective: Objective, metric: str) -> None:
