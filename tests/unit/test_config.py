@@ -252,6 +252,9 @@ WRONG = {
     "shard: {val_frac: 0.1, test_frac: 0.9}": "shard: val_frac + test_frac = 1 leaves no cells for training",
     "runs: {demo: null}": "runs.demo.corpus: is missing",
     "runs: {demo: {corpus: lung}}": "runs.demo.corpus: no corpus 'lung'; there are: pbmc",
+    "train: {best_metric: effective_rank}": (
+        "train: best_metric effective_rank: larger is better; set best_mode to max"
+    ),
     "runs: {demo: {corpus: pbmc, init_from: big}}": (
         "runs.demo.init_from: no run 'big'; there are: demo; a folder has a `/`, such as ./NAME"
     ),

@@ -116,7 +116,8 @@ class Plan(Section):
     """GB/s one process can send to other nodes; null takes it from the profile's device."""
 
 
-LARGER_IS_BETTER = ("val_accuracy", "val_pearson", "val_hidden_genes")  # beginnings of metrics
+LARGER_IS_BETTER = ("val_accuracy", "val_pearson", "val_hidden_genes", "effective_rank")
+"""Beginnings of metrics."""
 AUTO_EPOCHS = 3
 AUTO_MIN_STEPS = 1600
 """Length of `train.steps: auto`, from benchmarks/lengths.py: docs/quality.md has its table.
