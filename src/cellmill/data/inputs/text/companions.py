@@ -10,21 +10,42 @@ They are files of its folder, chosen by prefix and by length.
     NAME.mtx  NAME.mtx.rownames  NAME.mtx.colnames                               genes in rows: bcbio
 
 Genes are in rows if the table of genes has as many names as the matrix has rows. A table belongs to
-the matrix with which its name shares most words from the first on, so that files of several samples
-in one folder are not mixed.
+the matrix with which its name shares most words, the first ones before others, so that files of
+several samples in one folder are not mixed.
+
+One table gives the names, in the order of the matrix: a list such as `barcodes.tsv` before a table
+such as `metadata.csv`, which may be sorted. Other tables are joined to it by name.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import permutations, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from cellmill.data.inputs.text.tables import CELLS, GENES, TextTable, is_table, name_words, peek
+from cellmill.data.inputs.text.tables import (
+    CELLS,
+    GENES,
+    WORDS,
+    TextTable,
+    cell_frame,
+    gene_frame,
+    is_table,
+    label_columns,
+    name_words,
+    peek,
+)
 from cellmill.errors import DataError
 
 _MAX_TABLES = 40  # tables of one matrix
+_LISTS = {  # words in the names of tables that have the order of their matrix
+    GENES: {"gene", "genes", "feature", "features", "cols"},
+    CELLS: {"barcode", "barcodes", "rows"},
+}
+_USUAL = {GENES: "features.tsv", CELLS: "barcodes.tsv"}
 
 
 class Companions(NamedTuple):
@@ -33,15 +54,15 @@ class Companions(NamedTuple):
     genes: pd.DataFrame
     # further tables of the same genes, as kb-python writes their symbols
     more_genes: list[pd.DataFrame]
-    cells: pd.DataFrame
+    obs: pd.DataFrame
     cells_in_rows: bool
     gene_file: Path
+    notes: Sequence[str] = ()  # sentences for the user on tables that were joined or left out
 
 
 class _Choice(NamedTuple):
-    score: tuple[int, ...]
-    genes: TextTable
-    cells: TextTable
+    score: tuple[Any, ...]
+    tables: dict[str, TextTable]  # by role
     cells_in_rows: bool
 
 
@@ -64,49 +85,170 @@ def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
     choices = list(_choices(matrix, tables, n_rows, n_columns))
     if not choices:
         raise DataError(_explain(matrix, tables, n_rows, n_columns))
-    best = max(choices, key=lambda choice: choice.score)
-    n_genes, n_cells = (n_columns, n_rows) if best.cells_in_rows else (n_rows, n_columns)
-    others = [
-        table
-        for table in tables
-        if table.path not in (best.genes.path, best.cells.path)
-        and table.role() == GENES
-        and table.fits(n_genes)
-    ]
-    more = [table.read(n_genes) for table in others]
+    score = max(choice.score for choice in choices)
+    choices = [choice for choice in choices if choice.score == score]
+    cells_in_rows = choices[0].cells_in_rows
+    n_genes, n_cells = (n_columns, n_rows) if cells_in_rows else (n_rows, n_columns)
+    genes = _NamedRows(matrix, GENES, n_genes, choices, tables)
+    cells = _NamedRows(matrix, CELLS, n_cells, choices, tables)
+    obs = cell_frame(cells.frame)
+    for other in cells.others:
+        for name, labels in label_columns(other).items():
+            if name not in obs:
+                obs[name] = labels
     return Companions(
-        best.genes.read(n_genes),
-        more,
-        best.cells.read(n_cells),
-        best.cells_in_rows,
-        best.genes.path,
+        genes.frame,
+        genes.others,
+        obs,
+        cells_in_rows,
+        genes.table.path,
+        genes.notes + cells.notes,
     )
 
 
-def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
-    """List the tables in the folder of a matrix that share more words with no other matrix.
+class _NamedRows:
+    """Rows of a matrix as the likeliest table of a role names them.
 
-    Tables that are longer than the matrix hold something else.
+    `others` are further tables of these rows, in the same order. Raises DataError if tables that are
+    equally likely have other names, or the same ones in another order.
+    """
+
+    def __init__(
+        self,
+        matrix: Path,
+        role: str,
+        n: int,
+        choices: Sequence[_Choice],
+        tables: Sequence[TextTable],
+    ) -> None:
+        self.others: list[pd.DataFrame] = []
+        self.notes: list[str] = []
+        self._role = role
+        equal = {choice.tables[role].path: choice.tables[role] for choice in choices}
+        taken = {table.path for table in choices[0].tables.values()}
+        self.table = choices[0].tables[role]
+        frames = {self.table.path: self.table.read(n)}
+        further = {}
+        for table in tables:
+            is_named = table.role() == role or table.path in equal
+            if table.path in taken or not is_named or not table.fits(n):
+                continue
+            try:
+                frames[table.path] = table.read(n)
+                further[table.path] = table
+            except DataError as error:
+                self.notes.append(f"{table.path.name} is left out: {error}")
+        names = self._names(frames[self.table.path])
+        same = [
+            table for path, table in further.items() if _find_rows(names, frames[path]) is not None
+        ]
+        plainest = max([self.table, *same], key=lambda table: _plainness(table, role, matrix))
+        if plainest is not self.table:
+            further = {self.table.path: self.table} | further
+            del further[plainest.path]
+            self.table = plainest
+            names = self._names(frames[plainest.path])
+            equal = {}
+        self.frame = frames.pop(self.table.path)
+        for path in further:
+            if not self._join(path, frames[path], names) and path in equal:
+                wanted = _prefix(matrix) + _USUAL[role]
+                raise DataError(
+                    f"{matrix}: {self.table.path.name} and {path.name} both have names for its {role}, but not the "
+                    f"same ones in one order; name the table in the order of the matrix {wanted} (or .csv, .gz), or "
+                    "move the other one away"
+                )
+
+    def _names(self, frame: pd.DataFrame) -> pd.Index:
+        return cell_frame(frame).index if self._role == CELLS else gene_frame(frame)[0].index
+
+    def _join(self, path: Path, frame: pd.DataFrame, names: pd.Index) -> bool:
+        """Add a table of the same rows. False if it has another order or other names."""
+        rows = _find_rows(names, frame)
+        if rows is None:
+            # a list of symbols has no ids by which it could be joined
+            is_apart = self._role == GENES and not frame.isin(names).to_numpy().any()
+            if is_apart or not any(map(_may_be_names, map(frame.get, frame))):
+                self.others.append(frame)
+                return True
+            first = self.table.path.name
+            self.notes.append(f"{path.name} is left out: it does not have the names of {first}")
+            return False
+        self.others.append(frame.iloc[rows])
+        is_same = (rows == np.arange(len(rows))).all()
+        if not is_same:
+            self.notes.append(
+                f"{path.name} is joined by name: it has another order than {self.table.path.name}"
+            )
+        return bool(is_same)
+
+
+def _find_rows(names: pd.Index, frame: pd.DataFrame) -> np.ndarray | None:
+    """Row of each name in a table, by the first column that has all of them; None without one."""
+    for column in frame:
+        values = pd.Index(frame[column], dtype=object)
+        if values.equals(names):
+            return np.arange(len(names))
+        if values.is_unique:
+            rows = values.get_indexer(names)
+            if (rows >= 0).all():
+                return rows
+    return None
+
+
+def _may_be_names(column: pd.Series) -> bool:
+    """True for unique texts, but not for fractions such as coordinates."""
+    return column.is_unique and not column.str.fullmatch(r"-?\d+\.\d*(e-?\d+)?").all()
+
+
+def files_beside(matrix: Path) -> list[Path]:
+    """List the tables in the folder of a matrix that are like no other matrix by their names.
+
+    The likeliest come first.
     """
     files = sorted(matrix.parent.iterdir())
-    others = [file for file in files if is_matrix(file) and file != matrix]
-    candidates = [file for file in files if is_table(file) and file.is_file()]
-    nearest = []
-    for file in candidates:
-        closest = max((_shared(file, other) for other in others), default=0)
-        if _shared(file, matrix) >= closest:
-            nearest.append(file)
-    nearest.sort(key=lambda file: -_shared(file, matrix))
-    for file in nearest[:_MAX_TABLES]:
+    words = name_words(matrix)
+    others = [name_words(file) for file in files if is_matrix(file) and file != matrix]
+    nearest = {}
+    for file in files:
+        if file == matrix or not is_table(file) or not file.is_file():
+            continue
+        own_words = name_words(file)
+        likeness = _likeness(own_words, words)
+        if all(_likeness(own_words, other) <= likeness for other in others):
+            nearest[file] = likeness
+    return sorted(nearest, key=nearest.__getitem__, reverse=True)[:_MAX_TABLES]
+
+
+def named_tables(matrix: Path) -> list[Path]:
+    """List the tables beside a matrix whose names say that they have genes or cells."""
+    words = WORDS[GENES] | WORDS[CELLS]
+    return sorted(file for file in files_beside(matrix) if not words.isdisjoint(name_words(file)))
+
+
+def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
+    """Open the tables beside a matrix. Those that are longer hold something else."""
+    for file in files_beside(matrix):
         table = peek(file, 2 * longest + 2)
         if table is not None and table.n_lines:
             yield table
 
 
-def _shared(table: Path, matrix: Path) -> int:
-    """Number of words from the first on that the names of two files have in common."""
-    pairs = zip(name_words(table), name_words(matrix))
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+def _likeness(table: Sequence[str], matrix: Sequence[str]) -> tuple[int, int, int]:
+    """Numbers of words that two names share: from the first on, anywhere, and up to the last."""
+    n_shared = sum((Counter(table) & Counter(matrix)).values())
+    return _n_first(table, matrix), n_shared, _n_first(table[::-1], matrix[::-1])
+
+
+def _n_first(table: Sequence[str], matrix: Sequence[str]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(table, matrix))))
+
+
+def _plainness(table: TextTable, role: str, matrix: Path) -> tuple[bool, ...]:
+    """Signs that a table is a list in the order of its matrix, the strongest first."""
+    own_words = Counter(name_words(table.path)) - Counter(name_words(matrix))
+    is_list = not _LISTS[role].isdisjoint(own_words)
+    return is_list, is_list and len(own_words) == 1, not table.has_header, not table.separator
 
 
 def _choices(
@@ -122,12 +264,14 @@ def _choices(
                 continue
             roles = (genes.role() == GENES) + (cells.role() == CELLS)
             contents = (genes.content() == GENES) + (cells.content() == CELLS)
-            prefix = _shared(genes.path, matrix) + _shared(cells.path, matrix)
-            # genes.txt before genes.names.txt
-            shortest = -len(genes.path.name) - len(cells.path.name)
+            likeness = np.add(
+                _likeness(name_words(genes.path), words), _likeness(name_words(cells.path), words)
+            )
             is_named = words[:1] == ["cells"] or "rows" in name_words(cells.path)
             usual = int(cells_in_rows == is_named)  # as many cells as genes
-            yield _Choice((roles, prefix, contents, usual, shortest), genes, cells, cells_in_rows)
+            plain = (_plainness(genes, GENES, matrix), _plainness(cells, CELLS, matrix))
+            score = (roles, *likeness.tolist(), contents, usual, plain)
+            yield _Choice(score, {GENES: genes, CELLS: cells}, cells_in_rows)
 
 
 def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int) -> str:
@@ -135,9 +279,7 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
     genes = _likeliest(matrix, tables, GENES)
     cells = _likeliest(matrix, tables, CELLS)
     if genes is None or cells is None:
-        stem = matrix_stem(matrix)
-        prefix = stem.removesuffix("matrix") if stem.endswith("matrix") else f"{stem}_"
-        wanted = f"{prefix}{'features' if genes is None else 'barcodes'}.tsv"
+        wanted = _prefix(matrix) + _USUAL[GENES if genes is None else CELLS]
         present = [f"{table.path.name} with {table.n_rows():,}" for table in tables[:4]]
         return (
             f"{matrix.parent}: no {wanted}; expected it beside {matrix.name}, plain or as .gz, with {n_rows:,} or "
@@ -162,7 +304,14 @@ def _explain(matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: 
     )
 
 
+def _prefix(matrix: Path) -> str:
+    """Beginning of the names of tables that belong to a matrix and no other."""
+    stem = matrix_stem(matrix)
+    return stem.removesuffix("matrix") if stem.endswith("matrix") else f"{stem}_"
+
+
 def _likeliest(matrix: Path, tables: Sequence[TextTable], role: str) -> TextTable | None:
     """The table of a role whose name shares most words with the matrix's."""
+    words = name_words(matrix)
     candidates = [table for table in tables if table.role() == role]
-    return max(candidates, key=lambda table: _shared(table.path, matrix), default=None)
+    return max(candidates, key=lambda table: _likeness(name_words(table.path), words), default=None)

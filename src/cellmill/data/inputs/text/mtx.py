@@ -74,7 +74,7 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     others = list(matrices)
     if not path.is_dir():
         others = [file.name for file in _files_in(path.parent) if _is_main(file) and file != path]
-    notes: list[str] = []
+    notes = []
     if len(files) > 1:
         summed = " + ".join(map(_last_word, files))
         notes.append(
@@ -92,11 +92,12 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     var, sentence = gene_frame(names.genes, names.more_genes)
     if sentence is not None:
         notes.append(f"{names.gene_file.name}: {sentence}")
+    notes += names.notes
     source = CountSource(
         path,
         counts,
         parts[0] if len(parts) == 1 else _SummedMatrix(parts),
-        cell_frame(names.cells),
+        names.obs,
         var,
         others,
         notes=notes,
@@ -197,7 +198,7 @@ class MtxMatrix(StoredMatrix):
             return None
         genes = pd.DataFrame({0: self._row_names}, dtype=object)
         cells = pd.DataFrame({0: self._column_names}, dtype=object)
-        return Companions(genes, [], cells, False, self._path)
+        return Companions(genes, [], cell_frame(cells), False, self._path)
 
     def pieces(self) -> Pieces:
         n_values = 0

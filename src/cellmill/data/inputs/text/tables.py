@@ -30,7 +30,7 @@ _ENDS_OF_NAMES = {
     "mtx.colnames": CELLS,
 }
 ENDS = (".tsv", ".csv", ".txt", *(f".{end}" for end in _ENDS_OF_NAMES))
-_WORDS = {  # in the name of a file
+WORDS = {  # in the name of a file
     GENES: {"gene", "genes", "feature", "features", "var", "probes", "symbols", "cols"},
     CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
 }
@@ -47,6 +47,7 @@ _HEADER_WORDS = frozenset(
 )
 ENSEMBL = re.compile(r"(?:^|[-_|:./ (])ENS[A-Z]*G\d{11}")  # alone or after a symbol
 BARCODE = re.compile(r"(?:^|[^A-Za-z])[ACGT]{8,}(?:$|[^A-Za-z])")
+_DIGIT = re.compile(r"\d")
 _SAMPLE = 200  # rows that are looked at
 _CHUNK = 1 << 20  # bytes
 _TENX_TYPES = frozenset(
@@ -78,11 +79,13 @@ class TextTable:
 
     def fits(self, n: int) -> bool:
         """True if the table has `n` rows after its header, if any."""
-        if self.has_header:
-            return self.n_lines == n + 1
-        return self.n_lines == n or (
-            self.n_lines == n + 1 and _has_header_words(self.first[0], self.first[1:])
-        )
+        first, *others = self.first
+        if self.n_lines == n:
+            # the first gene may be a transgene, and have a name where all others have ids
+            is_gene = self.content() == GENES and not _has_known_header(first, others)
+            return is_gene or not self.has_header
+        is_longer = self.n_lines == n + 1
+        return is_longer and (self.has_header or _differs_as_a_header(first, others))
 
     def n_rows(self) -> int:
         """Number of rows after a clear header."""
@@ -93,12 +96,12 @@ class TextTable:
         words = name_words(self.path)
         named_roles: list[str | None] = []
         for before, word in pairwise(["", *words]):
-            if word in _WORDS[GENES]:
+            if word in WORDS[GENES]:
                 named_roles.append(GENES)
             # gene-metadata has genes, and so may have the cells of genes.mtx
-            elif word in _VAGUE_WORDS and before in _WORDS[GENES]:
+            elif word in _VAGUE_WORDS and before in WORDS[GENES]:
                 named_roles.append(None)
-            elif word in _WORDS[CELLS]:
+            elif word in WORDS[CELLS]:
                 named_roles.append(CELLS)
         if len(set(named_roles)) == 1:
             return named_roles[0]
@@ -178,7 +181,12 @@ def peek(path: Path, max_lines: int) -> TextTable | None:
     text = head.decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
     lines = text.rstrip("\n").split("\n")[:_SAMPLE] if n_lines else []
     separator = find_separator(lines)
-    return TextTable(path, n_lines, separator, list(split_lines(lines, separator)))
+    rows = split_lines(lines, separator)
+    # without a header `|` is a part of names, such as AAACCCAAGTTAAAA|sample1
+    if separator == "|" and not _has_known_header(rows[0], rows[1:]):
+        separator = ""
+        rows = split_lines(lines, separator)
+    return TextTable(path, n_lines, separator, rows)
 
 
 def _count_lines(chunk: bytes) -> int:
@@ -257,9 +265,14 @@ def is_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
     """
     if _has_match(first, ENSEMBL) or _has_match(first, BARCODE):
         return False
-    if {text.strip().lower() for text in _only_in_first(first, others)} & _HEADERS:
+    if _has_known_header(first, others):
         return True
     return len(others) > 2 and (_all_match(others, ENSEMBL) or _all_match(others, BARCODE))
+
+
+def _has_known_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
+    """True if the first line has a usual name of a column."""
+    return not _HEADERS.isdisjoint(text.strip().lower() for text in _only_in_first(first, others))
 
 
 def names_row_names(header: Sequence[str]) -> bool:
@@ -277,11 +290,18 @@ def _only_in_first(first: Sequence[str], others: Sequence[Sequence[str]]) -> lis
     return [text for column, text in enumerate(first) if (column, text) not in repeated]
 
 
-def _has_header_words(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
+def _differs_as_a_header(first: Sequence[str], others: Sequence[Sequence[str]]) -> bool:
+    """True if the first line of a table with one line too many differs from the others.
+
+    It has a word of a header, or no digits where all others have some. It has no id or barcode.
+    """
     if _has_match(first, ENSEMBL) or _has_match(first, BARCODE):
         return False
     if len(first) > 1 and first[0] == "":
         return True
+    for field, *values in zip(first, *others):
+        if not _DIGIT.search(field) and len(values) > 2 and all(map(_DIGIT.search, values)):
+            return True
     fields = " ".join(_only_in_first(first, others))
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", fields)
     return not _HEADER_WORDS.isdisjoint(map(str.lower, words))
@@ -337,10 +357,16 @@ def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
     barcodes = [name for name in names if shares[name] > 0.5]
     unique = [name for name in names if table[name].is_unique]
     index = [*barcodes, *unique, names[0]][0]
-    kept = [name for name in names if name != index and isinstance(name, str) and name]
-    texts = {name: pd.Categorical(table[name].astype(str)) for name in kept}
     # a header, or the number of a column without one, is no name of the index of an AnnData
-    return named_frame(table[index].astype(str).tolist(), texts)
+    return named_frame(
+        table[index].astype(str).tolist(), label_columns(table.drop(columns=[index]))
+    )
+
+
+def label_columns(table: pd.DataFrame) -> dict[str, pd.Categorical]:
+    """Columns of a table that have a header, as categories of text."""
+    kept = [name for name in table if isinstance(name, str) and name]
+    return {name: pd.Categorical(table[name].astype(str)) for name in kept}
 
 
 def _share(texts: Sequence[str], pattern: re.Pattern[str]) -> float:
