@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cellmill.data.inputs.fetch import origin_of, state_of
 from cellmill.data.inputs.formats import open_counts
 from tests.unit.test_inputs import refusal
 from tests.unit.test_matrix_market import (
@@ -156,6 +157,23 @@ def test_samples_are_told_apart_by_any_word(layout: str, tmp_path: Path) -> None
     barcodes = tmp_path / f"{SAMPLES[layout].format(kind='barcodes', sample=second)}.tsv"
     barcodes.unlink()
     assert "; expected it beside" in refusal(matrix)
+
+
+def test_a_changed_table_beside_a_matrix_is_noticed(tmp_path: Path) -> None:
+    meta("meta.csv")(tmp_path)
+    for path in (tmp_path, tmp_path / "matrix.mtx"):
+        before = state_of(path), origin_of(path)["sha256"]
+        symbols = [f"{symbol}x" for symbol in SYMBOLS]
+        write_names(tmp_path / "features.tsv", GENES, symbols)
+        assert (state_of(path) != before[0], origin_of(path)["sha256"] != before[1]) == (True, True)
+        write_names(tmp_path / "features.tsv", GENES, SYMBOLS)
+        assert origin_of(path)["sha256"] == before[1]
+    (tmp_path / "matrix.mtx").rename(tmp_path / "GSM1_matrix.mtx")
+    first = state_of(tmp_path / "GSM1_matrix.mtx")
+    write_mtx(tmp_path / "GSM2_matrix.mtx")
+    write_names(tmp_path / "GSM2_features.tsv", GENES)
+    (tmp_path / "log.txt").write_text("read")
+    assert state_of(tmp_path / "GSM1_matrix.mtx") == first
 
 
 def test_equal_lists_of_other_cells_are_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from cellmill.config.load import check_options
 from cellmill.config.options import EmbedOptions, PredictOptions
 from cellmill.data.genes.names import rows_of_known_genes
 from cellmill.data.genes.vocabulary import Vocabulary
+from cellmill.data.inputs.fetch import state_of
 from cellmill.data.inputs.formats import open_dataset
 from cellmill.data.inputs.h5 import check_h5ad, create_h5, write_anndata
 from cellmill.data.prepare.unpack import plain_cells
@@ -112,6 +113,8 @@ def embed(
             "peak_gb": peak_gb,
         }
         write_embedding(out, reader.stored_obs, embedding.vectors, about, path if append else None)
+        if state_of(path) != facts["input"]["files"]:
+            raise DataError(f"{path}: it changed while it was read; run embed again")
         n_obs = reader.n_obs
     for line in (
         f"{n_obs:,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",

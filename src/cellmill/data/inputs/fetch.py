@@ -28,6 +28,7 @@ import fsspec
 from cellmill.config.datasets import check_url, is_url, redacted
 from cellmill.data.inputs.containers import split_part
 from cellmill.data.inputs.h5 import one_line
+from cellmill.data.inputs.text.companions import is_matrix, named_tables
 from cellmill.errors import ConfigError, DataError, UserError, did_you_mean
 from cellmill.files import digest, progress, read_json, sha256_file, user_cache, write_json
 
@@ -113,26 +114,29 @@ def read_record(path: Path) -> Fetched:
 def state_of(path: Path) -> list[tuple[str, int, int, int]]:
     """Return name, inode, bytes and time (ns) of each file of a local input.
 
-    They differ once a file was replaced or written.
+    They differ once a file was replaced or written. Tables beside a Matrix Market file belong to it.
     """
-    path, _ = split_part(path)
-    states = [(str(file), file.stat()) for file in ([path] if path.is_file() else _files_in(path))]
+    states = [(str(file), file.stat()) for file in _files_of(split_part(path)[0])]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_file():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    return [path, *named_tables(path)] if is_matrix(path) else [path]
 
 
 def origin_of(path: Path) -> dict[str, Any]:
-    """Name, SHA-256 and size of a local input, for reports; of a folder over its files by name."""
+    """Name, SHA-256 and size of a local input, for reports; of several files over them by name."""
     path, _ = split_part(path)
-    if path.is_file():
+    files = _files_of(path)
+    if files == [path]:
         return {"file": path.name, "sha256": sha256_file(path), "bytes": path.stat().st_size}
+    folder = path if path.is_dir() else path.parent
     whole = hashlib.sha256()
     size = 0
-    for file in _files_in(path):
-        whole.update(f"{sha256_file(file)}  {file.relative_to(path).as_posix()}\n".encode())
+    for file in files:
+        whole.update(f"{sha256_file(file)}  {file.relative_to(folder).as_posix()}\n".encode())
         size += file.stat().st_size
     return {"file": path.name, "sha256": whole.hexdigest(), "bytes": size}
 
