@@ -7,10 +7,14 @@ import gzip
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
+from cellmill.data.arrays import text_values
 from cellmill.data.inputs.fetch import origin_of, state_of
 from cellmill.data.inputs.formats import open_counts
+from cellmill.errors import DataError
 from tests.unit.test_inputs import refusal
 from tests.unit.test_matrix_market import (
     CELLS,
@@ -221,3 +225,30 @@ def test_a_bar_divides_columns_below_a_header_only(header: str | None, tmp_path:
             assert reader.obs["sample"].tolist() == KINDS
         else:
             assert reader.obs_names.tolist() == list(map("|".join, zip(CELLS, KINDS)))
+
+
+def test_na_and_empty_texts_of_cells_are_missing_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    donors = ["D1", "NA", "", "D2", "nan", "None", "D1", "D2", "NA"]
+    wanted = ["" if donor in ("NA", "nan") else donor for donor in donors]
+    write_mtx(tmp_path / "matrix.mtx")
+    write_names(tmp_path / "features.tsv", GENES)
+    write_names(tmp_path / "metadata.csv", CELLS, donors, separator=",", header="cell,donor")
+    header = ["cell", "donor", *GENES]
+    rows = [[cell, donor, *["1"] * len(GENES)] for cell, donor in zip(CELLS, donors)]
+    table = tmp_path / "table.csv"
+    table.write_text("".join(",".join(row) + "\n" for row in [header, *rows]))
+    loom = tmp_path / "a.loom"
+    with h5py.File(loom, "w") as file:
+        file["matrix"] = np.ones((len(GENES), len(CELLS)), np.int32)
+        file["row_attrs/Gene"] = np.array(GENES, object)
+        file["col_attrs/CellID"] = np.array(CELLS, object)
+        file["col_attrs/donor"] = np.array(donors, object)
+    for path in (tmp_path / "matrix.mtx", table, loom):
+        with open_counts(path) as reader:
+            assert text_values(reader.obs["donor"]).tolist() == wanted
+            with pytest.raises(DataError, match="4 cells have no 'donor'"):
+                reader.split_values("donor")
+        said = "texts of obs that are read as missing values (NA, nan or empty): donor 4\n"
+        assert capsys.readouterr().err.endswith(said)

@@ -47,6 +47,8 @@ _SHORT_TYPES = frozenset(
     {"rna", "gex", "gene", "adt", "hto", "protein", "antibody", "atac", "peaks"}
     | {"crispr", "guide", "grna", "sgrna"}
 )
+_NO_VALUE = frozenset({"", "NA", "NaN", "nan", "<NA>"})  # texts of a cell without a value
+_MAX_LISTED = 8  # columns named in a note
 _NO_TYPE = frozenset({"", "nan", "none"})  # texts of a row without a type of feature
 
 
@@ -258,6 +260,24 @@ def optional_package(name: str, extra: str, needed_by: str = "this input") -> An
         raise ConfigError(
             f"{needed_by} requires {name}, which is missing: pip install 'cellmill[{extra}]'"
         ) from None
+
+
+def mark_missing(obs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Return obs of a format without missing values, its texts such as NA marked as missing.
+
+    Also returns a sentence for the user, if there are any.
+    """
+    marked = {}
+    for name, texts in text_columns(obs).items():
+        if not _NO_VALUE.isdisjoint(texts):
+            marked[name] = pd.Categorical([None if text in _NO_VALUE else text for text in texts])
+    if not marked:
+        return obs, []
+    numbers = [f"{name} {(column.codes < 0).sum():,}" for name, column in marked.items()]
+    listed = ", ".join(numbers[:_MAX_LISTED]) + (", ..." if len(numbers) > _MAX_LISTED else "")
+    return obs.assign(**marked), [
+        f"texts of obs that are read as missing values (NA, nan or empty): {listed}"
+    ]
 
 
 def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:

@@ -29,7 +29,13 @@ from cellmill.data.inputs.matrices import (
     native,
     require_kind,
 )
-from cellmill.data.inputs.source import CountSource, DeclaredNames, Format, require_matrix
+from cellmill.data.inputs.source import (
+    CountSource,
+    DeclaredNames,
+    Format,
+    mark_missing,
+    require_matrix,
+)
 from cellmill.errors import DataError
 
 _V2 = {"id": "genes", "symbol": "gene_names"}
@@ -117,12 +123,13 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
     require_matrix(path, counts, known)
     stored = file["matrix"] if counts == "X" else file["layers"][counts]
     matrix = DenseMatrix(path, counts, stored, cells_axis=1)
-    obs = _loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS)
+    obs, notes = mark_missing(_loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS))
     var = _loom_frame(path, file, "row_attrs", matrix.shape[1], _LOOM_GENES)
     symbols = next((name for name in _LOOM_SYMBOLS if name in var), None)
     if symbols is not None:
         var = var.assign(symbol=var[symbols])
-    return CountSource(path, counts, matrix, obs, var, [name for name in known if name != counts])
+    others = [name for name in known if name != counts]
+    return CountSource(path, counts, matrix, obs, var, others, notes=notes)
 
 
 def _loom_frame(

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 
 from cellmill.data.arrays import named_frame
 from cellmill.data.inputs.matrices import Pieces, StoredMatrix
-from cellmill.data.inputs.source import CountSource, Format, require_matrix
+from cellmill.data.inputs.source import CountSource, Format, mark_missing, require_matrix
 from cellmill.data.inputs.text.layout import CELL, FIELD_OF_VIEW, GENE, TableLayout, read_layout
 from cellmill.data.inputs.text.long_tables import find_long_columns, open_long_table
 from cellmill.data.inputs.text.tables import (
@@ -61,10 +61,11 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *described], axis=1))
         obs = named_by_column
+        missing: list[str] = []
         note = "genes are in rows, cells in columns"
     else:
         var = named_by_column
-        obs = cell_frame(rows)
+        obs, missing = mark_missing(cell_frame(rows))
         note = "cells are in rows, genes in columns"
     if described:
         note += f"; not counts but descriptions of rows: {', '.join(described[:_MAX_LISTED])}"
@@ -75,7 +76,7 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
                 f'; {n_outside:,} rows are what lies outside of cells: set filter to cell_ID != "0"'
             )
     matrix = _TextMatrix(layout, len(rows), genes_in_rows)
-    return CountSource(path, counts, matrix, obs, var, notes=[note])
+    return CountSource(path, counts, matrix, obs, var, notes=[note, *missing])
 
 
 def _read_rows(layout: TableLayout) -> pd.DataFrame:

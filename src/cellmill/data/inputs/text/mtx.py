@@ -21,7 +21,7 @@ import scipy.sparse as sp
 from cellmill.config.datasets import COUNTS
 from cellmill.data.inputs.h5 import open_bytes, reading
 from cellmill.data.inputs.matrices import MAX_LENGTH, Pieces, StoredMatrix
-from cellmill.data.inputs.source import CountSource, Format, require_matrix
+from cellmill.data.inputs.source import CountSource, Format, mark_missing, require_matrix
 from cellmill.data.inputs.text import lines
 from cellmill.data.inputs.text.companions import (
     Companions,
@@ -93,11 +93,13 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     if sentence is not None:
         notes.append(f"{names.gene_file.name}: {sentence}")
     notes += names.notes
+    obs, missing = mark_missing(names.obs)
+    notes += missing
     source = CountSource(
         path,
         counts,
         parts[0] if len(parts) == 1 else _SummedMatrix(parts),
-        names.obs,
+        obs,
         var,
         others,
         notes=notes,
