@@ -134,6 +134,26 @@ def test_symbols_with_an_id_are_genes_in_columns(form: str, tmp_path: Path) -> N
         assert reader.var_names == names
 
 
+@pytest.mark.parametrize("gene", ["GC", "Gc", "END"])
+def test_a_gene_spelled_as_a_description_has_its_counts(gene: str, tmp_path: Path) -> None:
+    """GC is the vitamin D binding protein, and a column of the share of G and C beside genes in rows."""
+    names = [*NAMED_BY_SYMBOL[:5], gene, *NAMED_BY_SYMBOL[6:]]
+    table = cells_in_rows(names)
+    symbol_of = dict(zip(GENES, names))
+    wanted: Counts = {(cell, symbol_of[name]): value for (cell, name), value in TRUTH.items()}
+    with_depth = [[*row, "n_counts" if row is table[0] else "99"] for row in table]
+    path = write_table(",", with_depth)(tmp_path)
+    assert read(path) == wanted
+    with open_counts(path) as reader:
+        assert reader.obs_columns == ["n_counts"]
+    header, *rows = genes_in_rows(NAMED_BY_SYMBOL)
+    described = [[row[0], "0.41", *row[1:]] for row in rows]
+    path = write_table(",", [[header[0], gene, *header[1:]], *described])(tmp_path)
+    with open_counts(path) as reader:
+        assert reader.obs_names.tolist() == CELLS
+        assert reader.var[gene].tolist() == ["0.41"] * len(GENES)
+
+
 @pytest.mark.parametrize("digits", [11, 19, 39])
 def test_rows_named_by_long_numbers_are_cells(digits: int, tmp_path: Path) -> None:
     names = [str(10 ** (digits - 1) + number) for number in range(len(CELLS))]

@@ -54,18 +54,21 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
     rows = _read_rows(layout)
     name, *described = rows.columns
     columns = [layout.header[column] for column in layout.numbers]
+    likely_genes = [layout.header[column] for column in layout.likely_genes]
+    sure = [column for column in described if column not in likely_genes]
     # without texts, rows that are numbered have no names of genes
-    is_named = layout.names is not None and (described or not is_numbering(rows[name]))
+    is_named = layout.names is not None and (sure or not is_numbering(rows[name]))
     genes_in_rows = is_named and _are_genes(rows[name].tolist(), columns, name)
-    named_by_column = named_frame(columns)
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *described], axis=1))
-        obs = named_by_column
+        obs = named_frame(columns)
         missing: list[str] = []
         note = "genes are in rows, cells in columns"
     else:
-        var = named_by_column
-        obs, missing = mark_missing(cell_frame(rows))
+        layout = layout.with_genes_in_columns()
+        described = sure
+        var = named_frame([layout.header[column] for column in layout.numbers])
+        obs, missing = mark_missing(cell_frame(rows[[name, *described]]))
         note = "cells are in rows, genes in columns"
     if described:
         note += f"; not counts but descriptions of rows: {', '.join(described[:_MAX_LISTED])}"

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -26,6 +26,8 @@ DESCRIPTIONS = frozenset(
     ncount_rna nfeature_rna percent_mito percent.mt pct_counts_mt pct_counts_mito
     """.split()
 )
+# human and mouse genes that are spelled as a description of genes (END is an alias)
+_GENES = frozenset({"GC", "Gc", "END"})
 COUNT = frozenset("count counts umi umis umi_count n_umis reads n value midcount".split())
 FIELD_OF_VIEW = "fov"
 CELL = frozenset("cell cells barcode cell_barcode cell_id cellid cell_index cb".split())
@@ -50,7 +52,14 @@ class TableLayout:
     header: list[str]
     names: int | None  # the column of the names of rows
     numbers: list[int]  # columns of counts
+    likely_genes: list[int]  # columns of numbers that describe genes, or have the counts of one
     texts: list[int]  # columns that describe a row, its name first
+
+    def with_genes_in_columns(self) -> "TableLayout":
+        """The layout of a table with genes in columns, where GC is a gene, and not the share of G and C."""
+        genes = [column for column in self.likely_genes if column in self.texts]
+        texts = [column for column in self.texts if column not in genes]
+        return replace(self, numbers=sorted(self.numbers + genes), texts=texts)
 
     def chunks(self, types: Mapping[int, type]) -> Iterator[pd.DataFrame]:
         """Columns with the given types, some rows at a time.
@@ -156,6 +165,7 @@ def _divide_columns(
     is_text = [2 * n < len(rows) for n in n_numbers]
     names = _column_of_names(header, values, is_text)
     numbers = []
+    likely_genes = []
     texts = [] if names is None else [names]
     for column, name in enumerate(header):
         is_empty = not name and not any(values[column])  # commas at the end of lines
@@ -165,6 +175,8 @@ def _divide_columns(
         # CosMx numbers its cells within fields of view
         if is_text[column] or key in DESCRIPTIONS or key in CELL or key == FIELD_OF_VIEW:
             texts.append(column)
+            if name in _GENES and n_numbers[column] == len(rows):
+                likely_genes.append(column)
             continue
         numbers.append(column)
         if n_numbers[column] < len(rows):
@@ -173,7 +185,7 @@ def _divide_columns(
             raise DataError(
                 f"{path}: expected counts in column {name!r}, got {bad[column]!r}{where}"
             )
-    return TableLayout(path, separator, skipped, header, names, numbers, texts)
+    return TableLayout(path, separator, skipped, header, names, numbers, likely_genes, texts)
 
 
 def _column_of_names(
