@@ -190,6 +190,7 @@ INPUT = [
     value("--counts", "X", "matrix of the counts: X, raw, the name of a layer, or a genome of a 10x file"),
     option("--counts-rule", "estimated counts with fractions: refuse, round, or stochastic, a draw that keeps sums",
            choices=COUNTS_RULES, default="refuse"),
+    option("--gene-column", "column of var that names the genes, or index (default: the one that names most)"),
 ]
 EMBEDDED = [
     *INPUT,
@@ -223,7 +224,6 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         *stage("corpus"), *INPUT,
         option("--dataset", "name of the dataset", **NEEDED),
         *(option(_flag(name), description(ObsColumns, name)) for name in ObsColumns.model_fields),
-        option("--gene-column", "column of var that names the genes, or index (default: the one that names most)"),
         option("--source", "origin of the data, for the report", default=""),
         option("--licence", "licence of the data, for the report", default=""),
         *files(report="the QC report (.json) to write", out=H5AD)),

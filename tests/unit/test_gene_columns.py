@@ -16,7 +16,7 @@ from cellmill.data.genes.columns import choose_names
 from cellmill.data.genes.lookup import look_up, match_names
 from cellmill.data.genes.names import is_expression, match_columns
 from cellmill.data.genes.tables import gene_table, orthologs
-from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.formats import open_counts, open_dataset
 from cellmill.errors import DataError
 from tests.unit.test_preprocess import run
 
@@ -150,7 +150,7 @@ def test_a_column_of_different_genes_fills_no_gap() -> None:
 
 def test_an_equally_good_column_of_other_genes_is_a_conflict() -> None:
     var = pd.DataFrame({"nearest": [*SYMBOLS[1:], SYMBOLS[0]]}, index=SYMBOLS)
-    assert choose_names(SYMBOLS, var, "human").conflict == "nearest"
+    assert "var['nearest'] (100.0%)" in str(choose_names(SYMBOLS, var, "human").conflict)
     var["nearest"] = [f"{gene}.3" for gene in IDS]
     assert choose_names(SYMBOLS, var, "human").conflict is None
 
@@ -415,12 +415,21 @@ def test_columns_that_name_different_genes_need_a_choice(tmp_path: Path) -> None
     path = written(tmp_path, COUNTS, var)
     assert refusal(path, tmp_path / "out.h5ad") == (
         "the index (100.0%) and var['nearest'] (100.0%) name as many genes, but most rows differ; set the dataset's "
-        "gene_column to the column that names them, or to index"
+        "gene_column (--gene-column) to the column that names them, or to index"
     )
     for column, truth in (("index", COUNTS), ("nearest", COUNTS[:, [59, *range(59)]])):
         made, _ = run(path, tmp_path / "out.h5ad", gene_column=column)
         wanted = pd.DataFrame(truth, made.obs_names, IDS)[made.var_names]
         pd.testing.assert_frame_equal(made.to_df(), wanted, check_dtype=False, check_names=False)
+        vocabulary = build_vocabulary([tmp_path / "out.h5ad"])
+        with open_counts(path) as reader, pytest.raises(DataError, match="name as many genes, but"):
+            match_columns(reader, vocabulary)
+        with open_dataset(path, gene_column=column) as reader:
+            matched = match_columns(reader, vocabulary)
+            genes = pd.Index(vocabulary.gene_ids)[matched.target]
+            found = pd.DataFrame.sparse.from_spmatrix(next(reader.rows()), made.obs_names, genes)
+        wanted = wanted[genes].astype(np.uint32)
+        pd.testing.assert_frame_equal(found.sparse.to_dense(), wanted, check_names=False)
     with pytest.raises(
         DataError, match=r"no var column 'nerest' \(gene_column\); did you mean 'nearest'"
     ):

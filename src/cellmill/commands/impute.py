@@ -21,6 +21,7 @@ def impute(
     out: Path,
     genes: Sequence[str] | None,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
 ) -> None:
     """Write the predicted expression of `genes`, None for all that `input` lacks, to `out` (.h5ad).
 
@@ -28,8 +29,7 @@ def impute(
     """
     path = check_input(input, out)
     loaded = load_for_inference(model)
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
+    with open_dataset(path, counts, counts_rule, gene_column) as reader:
         imputer = FileImputer(reader, loaded, model, genes, options.embed)
         with create_h5(out) as file:
             matrix = file.create_dataset("X", imputer.shape, "<f4")

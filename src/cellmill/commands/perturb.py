@@ -25,6 +25,7 @@ def perturb(
     control: str | None,
     by: str | None,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
 ) -> None:
     """Write the response of the controls of `input` to `perturbations` to `out` (.h5ad).
 
@@ -33,8 +34,7 @@ def perturb(
     path = check_input(input, out)
     loaded = load_for_inference(model)
     request = PerturbRequest(perturbations, perturbation_column, control, by)
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
+    with open_dataset(path, counts, counts_rule, gene_column) as reader:
         response, lines = predict_response(reader, loaded, model, request, options.embed)
     with create_h5(out) as file:
         write_anndata(file, response)

@@ -19,6 +19,7 @@ def seen(
     out: Path | None,
     rows: bool,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
 ) -> None:
     """Print how many cells of `input` were in training, and with `rows` each of them.
 
@@ -31,8 +32,7 @@ def seen(
     read_model_config(model / "config.json")
     with advising():
         vocabulary = Vocabulary.read(model / "vocabulary.tsv")
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
+    with open_dataset(path, counts, counts_rule, gene_column) as reader:
         table, notes = tabulate_seen_cells(reader, model, vocabulary)
     counts_by_kind = table["seen"].value_counts()
     n_seen = len(table) - counts_by_kind["new"]

@@ -91,6 +91,7 @@ def map_cells(
     atlas: Path | None = None,
     append: bool = False,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
 ) -> None:
     """Write labels, neighbours and distances in the atlas of the cells of `input` to `out`.
 
@@ -103,8 +104,7 @@ def map_cells(
     loaded = load_for_inference(model)
     width = loaded.network.vector_width
     cell_atlas = CellAtlas.read(folder, loaded.config["weights_sha256"], width)
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
+    with open_dataset(path, counts, counts_rule, gene_column) as reader:
         embedding = embed_cells(reader, loaded, options.embed)
         seen = mark_seen_cells(reader, model)
         obs = reader.obs

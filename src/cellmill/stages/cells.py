@@ -78,6 +78,7 @@ def embed(
     out: Path,
     append: bool = False,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
 ) -> None:
     """Write embeddings of the cells of `input`, preprocessed or raw, to `out` (.h5ad).
 
@@ -90,13 +91,13 @@ def embed(
     remove_incomplete(out)
     loaded = load_for_inference(model)
     network, vocabulary, _, config = loaded
-    facts = embedding_facts(path, counts, counts_rule, model, network, options.embed)
+    read = {"counts": counts, "counts_rule": counts_rule, "gene_column": gene_column}
+    facts = embedding_facts(path, read, model, network, options.embed)
     started = time.perf_counter()
     with (
         SavedWork(out, {"cellmill": __version__, **facts}) as saved,
-        open_dataset(path, counts) as reader,
+        open_dataset(path, counts, counts_rule, gene_column) as reader,
     ):
-        reader.counts_rule = counts_rule
         embedding = embed_cells(reader, loaded, options.embed, saved=saved)
         seconds = embedding.earlier_s + time.perf_counter() - started
         peak_gb = memory_bytes(next(network.parameters()).device)[0] / 1e9
@@ -112,9 +113,9 @@ def embed(
             "seconds": seconds,
             "peak_gb": peak_gb,
         }
-        write_embedding(out, reader.stored_obs, embedding.vectors, about, path if append else None)
         if state_of(path) != facts["input"]["files"]:
             raise DataError(f"{path}: it changed while it was read; run embed again")
+        write_embedding(out, reader.stored_obs, embedding.vectors, about, path if append else None)
         n_obs = reader.n_obs
     for line in (
         f"{n_obs:,} cells, {embedding.coverage_frac:.1%} of counts on known genes -> {out}",
@@ -327,6 +328,7 @@ def predict(
     out: Path,
     append: bool = False,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
 ) -> None:
     """Write labels, probabilities and numbers of the cells of `input` to `out`.
 
@@ -336,8 +338,7 @@ def predict(
     loaded = load_for_inference(model)
     network, _, _, config = loaded
     smallest = choose_thresholds(network, config, options.predict, f"--model {model}")
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
+    with open_dataset(path, counts, counts_rule, gene_column) as reader:
         embedding = embed_cells(reader, loaded, options.embed)
         seen = mark_seen_cells(reader, model)
         obs = reader.obs

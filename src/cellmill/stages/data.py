@@ -101,10 +101,7 @@ def preprocess(
         "version": [FORMAT, __version__],
     }
     with SavedWork(out, facts) as saved:
-        with open_dataset(path, counts) as reader:
-            reader.counts_rule = counts_rule
-            if gene_column is not None:
-                reader.use_gene_column(gene_column)
+        with open_dataset(path, counts, counts_rule, gene_column) as reader:
             if reader.ordered:
                 qc = preprocess_sequences(reader, options.preprocess, out, columns)
             else:

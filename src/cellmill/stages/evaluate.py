@@ -344,6 +344,7 @@ def knock_out(
     counts: str,
     out: Path,
     counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
 ) -> None:
     """Write the shifts of the cells of `input`, preprocessed or raw, without one gene each to `out`
     (.h5ad).
@@ -353,8 +354,7 @@ def knock_out(
     section = options.knock_out
     refuse_overwriting(out, [("--input", path)])
     loaded = load_for_inference(model)
-    with open_dataset(path, counts) as reader:
-        reader.counts_rule = counts_rule
+    with open_dataset(path, counts, counts_rule, gene_column) as reader:
         shifts, embedding = knock_out_genes(reader, loaded, options.embed, section)
     shifts.uns["cellmill"] = {
         "model_digest": sha256_file(model / "model.safetensors"),

@@ -31,6 +31,11 @@ class NameColumn:
     matches: Matches
 
     @property
+    def shown(self) -> str:
+        """The column as messages call it."""
+        return INDEX if self.name == INDEX else f"var[{self.name!r}]"
+
+    @property
     def n_filled(self) -> int:
         return sum(text not in MISSING_NAMES for text in self.texts)
 
@@ -78,7 +83,7 @@ class GeneNames:
     respelled: dict[str, str] = field(default_factory=dict)
     # share of rows with a gene, by column that was looked at
     coverage: dict[str, float] = field(default_factory=dict)
-    conflict: str | None = None  # a column that names as many genes, but others
+    conflict: str | None = None  # sentence on a column that names as many genes, but others
 
     def add(self, column: NameColumn, row: int) -> None:
         """Append a row, with the name that a column has for it."""
@@ -113,8 +118,13 @@ def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> Gene
         genes.add(column, row)
     for column in columns:
         genes.coverage[column.name] = column.matches.n_matched / max(len(names), 1)
+    for column in columns:
         if _contradicts(column, best):
-            genes.conflict = column.name
+            both = [f"{one.shown} ({genes.coverage[one.name]:.1%})" for one in (best, column)]
+            genes.conflict = (
+                f"{' and '.join(both)} name as many genes, but most rows differ; set the dataset's gene_column "
+                "(--gene-column) to the column that names them, or to index"
+            )
     return genes
 
 

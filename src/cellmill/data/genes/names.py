@@ -106,7 +106,7 @@ class MappedGenes(NamedTuple):
     is_mito: np.ndarray  # mitochondrial genes; bool
     coverage: Coverage
     names: list[str]  # names in the file, from the column of `var` that names each gene
-    conflict: str | None = None  # a column of `var` that names as many genes, but other ones
+    conflict: str | None = None  # sentence on a column of `var` that names other genes
 
 
 class GeneColumns(NamedTuple):
@@ -232,13 +232,14 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
     names = [reader.var_names[row] for row in rows]
     best = None
     best_matched = (0, 0)  # genes and columns that match
-    mismatch = None
+    mismatch = conflict = None
     for reading in _readings(names, reader.var.iloc[rows], vocabulary):
         target = np.full(reader.n_vars, -1, np.int32)
         target[rows] = vocabulary.rows_of(reading.gene_ids)
         known = target[target >= 0]
         matched = (len(np.unique(known)), len(known))
         if matched > best_matched:
+            conflict = reading.conflict
             unnamed = np.zeros(reader.n_vars, bool)
             unnamed[rows] = [not gene for gene in reading.gene_ids]
             sums = describe_sums(_shared_genes(reading.gene_ids, names))
@@ -253,6 +254,8 @@ def _match_genes(reader: CountsReader, vocabulary: Vocabulary) -> GeneColumns:
         mismatch = reading.mismatch or mismatch
         if len(known) == len(rows):
             break  # no table can match more
+    if conflict is not None:
+        raise DataError(f"{reader.path}: {conflict}")
     if best is not None:
         return best
     fault = f"{reader.path}: no genes in common with the model"
@@ -271,6 +274,7 @@ class _Reading(NamedTuple):
     gene_ids: list[str]
     notes: tuple[str, ...] = ()
     mismatch: str | None = None  # as in GeneColumns
+    conflict: str | None = None  # as in MappedGenes
 
 
 def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> Iterator[_Reading]:
@@ -286,7 +290,8 @@ def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> It
     for organism in known:
         mapped = map_genes(names, var, organism)
         best_frac = max(best_frac, mapped.coverage.frac)
-        yield _Reading(mapped.gene_ids, tuple(describe_changes(mapped.coverage)))
+        changes = tuple(describe_changes(mapped.coverage))
+        yield _Reading(mapped.gene_ids, changes, conflict=mapped.conflict)
     yield _Reading(names)
     if len(known) != 1 or best_frac > FITS_WELL:
         return
@@ -296,7 +301,8 @@ def _readings(names: list[str], var: pd.DataFrame, vocabulary: Vocabulary) -> It
         if mapped.coverage.frac > max(best_frac, FITS_WELL):
             mismatch = f"its genes are of {organism}, the model's of {known[0]}: they are matched by orthologs"
         gene_ids = map_orthologs(mapped, known[0]).gene_ids
-        yield _Reading(gene_ids, tuple(describe_changes(mapped.coverage)), mismatch)
+        changes = tuple(describe_changes(mapped.coverage))
+        yield _Reading(gene_ids, changes, mismatch, mapped.conflict)
 
 
 def _shared_genes(gene_ids: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import h5py
 
 from cellmill.config import plugin
+from cellmill.config.datasets import CountsRule
 from cellmill.data.inputs import anndata_files, soma, tenx_loom
 from cellmill.data.inputs.containers import split_part
 from cellmill.data.inputs.derived.grouped import MODES, choose_mode, group_probes, is_split
@@ -203,13 +204,26 @@ def _open_source(path: Path, file: h5py.File | None, counts: str) -> CountSource
     return choose_mode(group_probes(source), counts)
 
 
-def open_dataset(path: Path, counts: str = "X") -> CountsReader:
-    """Open the matrix `counts` of a user's input. Raises DataError.
+def open_dataset(
+    path: Path,
+    counts: str = "X",
+    counts_rule: CountsRule = "refuse",
+    gene_column: str | None = None,
+) -> CountsReader:
+    """Open the matrix `counts` of a user's input, to be read by the options of the same names.
 
-    HDF5 is first walked by a child process.
+    HDF5 is first walked by a child process. Raises DataError.
     """
     check_walk([split_part(path)[0]])
-    return open_counts(path, counts)
+    reader = open_counts(path, counts)
+    reader.counts_rule = counts_rule
+    if gene_column is not None:
+        try:
+            reader.use_gene_column(gene_column)
+        except DataError:
+            reader.close()
+            raise
+    return reader
 
 
 @contextmanager

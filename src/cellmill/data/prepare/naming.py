@@ -9,7 +9,6 @@ import pandas as pd
 
 from cellmill.config.corpus import Preprocess
 from cellmill.data.arrays import text_values
-from cellmill.data.genes.columns import INDEX
 from cellmill.data.genes.families import describe_names
 from cellmill.data.genes.names import (
     FITS_WELL,
@@ -67,7 +66,8 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         raise DataError(f"{reader.path}: no genes: {_describe_types(reader.var)}")
     mapped = map_genes(names, var, options.organism)
     _check_coverage(reader.path, options, mapped, names, var)
-    _check_columns(reader.path, mapped)
+    if mapped.conflict is not None:
+        raise DataError(f"{reader.path}: {mapped.conflict}")
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
     own_ids = mapped.gene_ids
     reference = options.reference_organism
@@ -113,19 +113,6 @@ def _describe_types(var: pd.DataFrame) -> str:
     kinds = Counter(text_values(var["feature_types"]).tolist()).most_common(_TYPES)
     shown = ", ".join(f"{kind!r} {count:,}" for kind, count in kinds)
     return f"no var['feature_types'] is 'Gene Expression', its values are {shown}"
-
-
-def _check_columns(path: Path, mapped: MappedGenes) -> None:
-    if mapped.conflict is None:
-        return
-    shares = mapped.coverage.by_column
-    best = mapped.coverage.column
-    shown = INDEX if best is None else f"var[{best!r}]"
-    other = INDEX if mapped.conflict == INDEX else f"var[{mapped.conflict!r}]"
-    raise DataError(
-        f"{path}: {shown} ({shares[best or INDEX]:.1%}) and {other} ({shares[mapped.conflict]:.1%}) name as many "
-        "genes, but most rows differ; set the dataset's gene_column to the column that names them, or to index"
-    )
 
 
 def _check_coverage(

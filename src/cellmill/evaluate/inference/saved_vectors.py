@@ -6,7 +6,7 @@ stream of float32 rows in the order of the cells, with NaN rows for cells withou
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,16 @@ class SavedVectors:
 
 
 def embedding_facts(
-    path: Path, counts: str, counts_rule: str, folder: Path, model: Model, embed: Embed
+    path: Path, read: Mapping[str, Any], folder: Path, model: Model, embed: Embed
 ) -> dict[str, Any]:
-    """What the vectors of the cells of the file `path` depend on; `model` is the one in `folder`."""
+    """What the vectors of the cells of the file `path` depend on; `model` is the one in `folder`.
+
+    `read` are the options by which the file is read.
+    """
     device = next(model.parameters()).device
     is_gpu = device.type == "cuda"
     return {
-        "input": {"files": state_of(path), "counts": counts, "counts_rule": counts_rule},
+        "input": {"files": state_of(path), **read},
         "model": {
             "weights": sha256_file(folder / "model.safetensors"),
             "config": sha256_file(folder / "config.json"),
