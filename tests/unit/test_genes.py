@@ -127,6 +127,33 @@ def test_mitochondrial_genes_are_recognised_among_ids() -> None:
     assert map_genes(
         ["mt-Co1", "Mtor"], pd.DataFrame(index=range(2)), "mouse"
     ).is_mito.tolist() == [True, False]
+    # rats, flies, and names of R
+    names = ["Mt-nd1", "mt:ND1", "MT.ND1", "Mtor", "ND1"]
+    assert map_genes(names, pd.DataFrame(index=names), None).is_mito.tolist() == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_limit_without_mitochondrial_genes_is_warned_of(
+    make_h5ad: Callable[..., Path], tmp_path: Path
+) -> None:
+    told = {}
+    for names, limit in ((["a", "b"], 0.5), (["a", "b"], 1.0), (["a", "Mt-nd1"], 0.5)):
+        path = make_h5ad(sp.csr_matrix(np.ones((2, 2))), genes=names)
+        _, report = preprocessed(path, tmp_path / "a.h5ad", organism=None, max_mito_frac=limit)
+        told[names[1], limit] = report["coverage"]["notes"]
+    assert told == {
+        ("b", 0.5): [
+            "warning: no symbol begins with MT-, so no gene counts as mitochondrial and max_mito_frac drops no cell; "
+            "rename these genes, or set max_mito_frac to 1"
+        ],
+        ("b", 1.0): [],
+        ("Mt-nd1", 0.5): [],
+    }
 
 
 def test_without_an_organism_names_are_used_as_ids() -> None:

@@ -38,6 +38,8 @@ FITS_WELL = 0.5
 that organism.
 """
 _EXAMPLES = 10
+# MT-ND1 and mt-Nd1, of the rat Mt-nd1, of flies mt:ND1; R writes MT.ND1
+_MITOCHONDRIAL = re.compile(r"mt[-:.]", re.IGNORECASE)
 _OTHER_FEATURES = re.compile(
     r"antibody|antigen|crispr|guide|multiplex|hashtag|peak|chromatin|custom|sample.?tag|vdj|cmo"
     r"|^(?:protein|proteins|adt|hto|cite.*|grna|sgrna|atac.*)$"
@@ -383,7 +385,7 @@ def is_expression(var: pd.DataFrame) -> np.ndarray:
 
 
 def _mitochondrial(symbols: list[str]) -> np.ndarray:
-    return np.array([symbol.startswith(("MT-", "mt-")) for symbol in symbols], dtype=bool)
+    return np.array([bool(_MITOCHONDRIAL.match(symbol)) for symbol in symbols], dtype=bool)
 
 
 def rows_of_names(names: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:

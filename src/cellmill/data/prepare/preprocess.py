@@ -240,6 +240,12 @@ def _report(
     }
     if coverage.reference is not None:
         dropped_genes["no ortholog"] = coverage.n_with_id - coverage.orthologs
+    notes = [*describe_changes(coverage), *describe_sums(genes.summed)]
+    if options.max_mito_frac < 1 and not genes.is_mito.any():
+        notes.append(
+            "warning: no symbol begins with MT-, so no gene counts as mitochondrial and max_mito_frac drops no cell; "
+            "rename these genes, or set max_mito_frac to 1"
+        )
     n_summed = int((genes.target >= 0).sum()) - len(genes.gene_ids)
     dropped_genes |= {"summed into another": n_summed, "min_cells": int((~keep_gene).sum())}
     return {
@@ -250,7 +256,7 @@ def _report(
             "summed": dict(islice(genes.summed.items(), 10)),
             "counts_frac": 1 - float(lost.sum()) / max(cells.total, 1),
             "lost_names": [genes.names[row] for row in lost_rows],
-            "notes": [*describe_changes(coverage), *describe_sums(genes.summed)],
+            "notes": notes,
         },
         "nnz": int(cells.detected[keep_gene].sum()),
         "dtype": count_dtype(cells.largest).name,
