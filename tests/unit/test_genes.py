@@ -38,7 +38,12 @@ BRCA2 = "ENSG00000139618"
     ("organism", "gene", "names"),
     [
         ("human", BRCA2, [BRCA2, f"{BRCA2}.12"]),
-        ("human", "ENSG00000182378", ["ENSG00000182378.14_PAR_Y"]),
+        (
+            "human",
+            "ENSG00000182378",
+            ["ENSG00000182378.14_PAR_Y", "ENSGR0000182378", "ENSGR0000182378.10"],
+        ),
+        ("human", "ENSG00000223972", ["ENSG00000223972.5_2", "DDX11L1_ENSG00000223972.5_2"]),
         ("mouse", "ENSMUSG00000041147", ["ENSMUSG00000041147.8"]),
         (
             "human",

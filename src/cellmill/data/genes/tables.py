@@ -23,7 +23,9 @@ PREFIXES = {"human": "ENSG", "mouse": "ENSMUSG"}
 """Beginning of the Ensembl ids of each organism."""
 ORGANISMS = tuple(PREFIXES)
 
-_ID = r"({}\d{{11}})(?:\.\d+)?(?:_PAR_Y)?"
+# GENCODE writes ENSG00000223972.5_2 in releases mapped back to GRCh37
+_ID = r"({}\d{{11}})(?:\.\d+(?:_\d+)?)?(?:_PAR_Y)?"
+_OLD_PAR_Y = "ENSGR0"  # how GENCODE before 25 wrote ids of _PAR_Y: with R for a zero
 _IDS = {organism: re.compile(_ID.format(prefix)) for organism, prefix in PREFIXES.items()}
 _NAMES_WITH_ID = {  # HLA-DRA_ENSG00000204287, as tools write to make symbols unique, or ENSG00000204287.12_HLA-DRA;
     # Seurat writes `-` for `_`
@@ -48,6 +50,8 @@ class GeneTable(NamedTuple):
 
 def gene_id(name: str, organism: str) -> str:
     """Ensembl id without a version such as `.12`; empty if `name` is not an id of the organism."""
+    if name.startswith(_OLD_PAR_Y):
+        name = name.replace(_OLD_PAR_Y, "ENSG00", 1)
     match = _IDS[organism].fullmatch(name)
     return match[1] if match else ""
 
