@@ -15,6 +15,7 @@ from cellmill.cli import main
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import DataError
 
+pa = pytest.importorskip("pyarrow", reason="the extra soma is not installed")
 soma = pytest.importorskip("tiledbsoma", reason="the extra soma is not installed")
 pytestmark = pytest.mark.full
 
@@ -58,6 +59,29 @@ def test_a_local_experiment_is_read_in_chunks(cells: ad.AnnData, experiment: Pat
         assert list(reader.var["symbol"]) == list(cells.var["feature_name"])
         assert reader.obs["is_primary_data"].dtype == bool
         assert reader.obs["cell_type"].isna().sum() == 7
+
+
+@pytest.mark.parametrize("name", ["my cells", "100%", "50%25", "naïve", "a+b#c"])
+def test_a_path_of_any_characters_is_read(name: str, cells: ad.AnnData, tmp_path: Path) -> None:
+    written(tmp_path / "plain", cells)
+    (tmp_path / name).mkdir()
+    path = (tmp_path / "plain").rename(tmp_path / name / "experiment")
+    with open_counts(path) as reader:
+        assert (sp.vstack(list(reader.rows(5))).toarray() == cells.X.toarray()).all()
+
+
+def test_a_dense_array_is_refused_by_name(cells: ad.AnnData, tmp_path: Path) -> None:
+    path = written(tmp_path / "dense", cells)
+    with soma.open(str(path), "d") as experiment:
+        del experiment.ms["RNA"].X["raw"]
+    with soma.open(str(path), "w") as experiment:
+        made = experiment.ms["RNA"].X.add_new_dense_ndarray(
+            "counts", type=pa.float32(), shape=cells.shape
+        )
+        values = np.ascontiguousarray(cells.X.toarray())
+        made.write((slice(None), slice(None)), pa.Tensor.from_numpy(values))
+    with pytest.raises(DataError, match="expected a sparse array of counts, got a DenseNDArray; "):
+        open_counts(path)
 
 
 def test_cells_have_the_names_that_were_written(cells: ad.AnnData, tmp_path: Path) -> None:

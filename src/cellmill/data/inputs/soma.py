@@ -53,6 +53,11 @@ def open_query(uri: str, name: Path, counts: str, value_filter: str | None = Non
                 raise DataError(
                     f"{name}: {part.uri} is elsewhere; expected an experiment that holds its own data"
                 )
+        if not isinstance(array, soma.SparseNDArray):
+            raise DataError(
+                f"{name}: expected a sparse array of counts, got a {type(array).__name__}; write the experiment with "
+                "X_kind=tiledbsoma.SparseNDArray"
+            )
         obs = _table(name, experiment.obs, value_filter)
         var = _table(name, measurement.var)
         if not len(obs):
@@ -172,5 +177,5 @@ def _named(table: pd.DataFrame, frame: Any, names: tuple[str, ...]) -> pd.DataFr
 FORMAT = Format(
     "SOMA experiment",
     lambda path, file: path.is_dir() and ((path / _MARK).exists() or (path / "__group").is_dir()),
-    lambda path, file, counts: open_query(path.absolute().as_uri(), path, counts),
+    lambda path, file, counts: open_query(f"file://{path.absolute()}", path, counts),
 )
