@@ -279,6 +279,23 @@ def a_file(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("kind", ["csr", "dense"])
+def test_empty_cells_at_the_start_hide_no_counts(kind: str, tmp_path: Path) -> None:
+    """As bins in a corner of a slide are."""
+    dense = np.zeros((400, 3), np.float32)
+    dense[250:] = 2.5
+    counts = dense.copy()
+    counts[250:] = 7
+    made = ad.AnnData(dense, layers={"counts": counts})
+    if kind == "csr":
+        made = ad.AnnData(sp.csr_matrix(dense), layers={"counts": sp.csr_matrix(counts)})
+    made.write_h5ad(tmp_path / "a.h5ad")
+    with open_counts(tmp_path / "a.h5ad") as reader:
+        assert reader.find_counts() == "counts"
+    with open_counts(tmp_path / "a.h5ad", "counts") as reader:
+        assert reader.find_counts() == "counts"
+
+
 def walker(folder: Path) -> Path:
     """A stand-in for the interpreter, whose walk of `slow.h5ad` burns CPU time, and whose walk of
     `dead.h5ad` is killed, as HDF5 was seen to do on damaged files.

@@ -9,6 +9,7 @@ import math
 import operator
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ _MIN_BUCKET_ROWS = 1024  # buckets of fewer rows would make writes too short
 _MAX_BUCKETS = 60_000  # their numbers are sorted as 16-bit integers, which is fast
 _PIECE_VALUES = 1 << 22  # values in memory at once while a matrix compressed by gene is transposed
 _SLAB_BYTES = 1 << 26  # dense values in memory at once, if chunks allow it
+_MAX_EMPTY = 1000  # blocks without values that are passed over where some values are looked for
 _MAX_SLABS = 4  # a chunk of more slabs is cheaper to transpose on disk than to hold in memory
 
 
@@ -75,11 +77,14 @@ class StoredMatrix:
     def some(self, n: int) -> sp.csr_matrix:
         """Return the first `n` cells or more, or some values of all cells if it is not stored by cell.
 
-        Raises StopIteration if there are none.
+        Empty cells, as in a corner of a slide, give way to later ones. Raises StopIteration without cells.
         """
         pieces = self.pieces()
         if pieces is None:
-            return next(self.parts(n))
+            parts = self.parts(n)
+            first = next(parts)
+            seen = chain([first], islice(parts, _MAX_EMPTY))
+            return next((part for part in seen if part.data.any()), first)
         rows, columns, values = next(pieces)
         return sp.csr_matrix((native(values), (rows, columns)), shape=self.shape)
 
