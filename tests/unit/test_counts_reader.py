@@ -279,6 +279,22 @@ def a_file(path: Path) -> Path:
     return path
 
 
+def test_a_walk_has_more_time_for_further_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """scirpy writes a dataset for each of 30,000 clonotypes; links to what was seen are no progress."""
+    monkeypatch.setattr(h5_walk, "_RENEWED", 10)
+    path = tmp_path / "a.h5ad"
+    with h5py.File(path, "w") as file:
+        for number in range(35):
+            group = file.create_group(f"uns/clone_id/{number:02d}")
+        for number in range(100):
+            group[f"link_{number}"] = file["uns"]
+    renewed: list[None] = []
+    h5_walk._walk(os.fsencode(path), lambda: renewed.append(None))
+    assert len(renewed) == 3
+
+
 @pytest.mark.parametrize("kind", ["csr", "dense"])
 def test_empty_cells_at_the_start_hide_no_counts(kind: str, tmp_path: Path) -> None:
     """As bins in a corner of a slide are."""

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from cellmill.errors import DataError
 
 # errors of flock where a file system has none; 524 is ENOTSUPP of the kernel, as NFS returns it
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, 524)
-LIMIT_S = 8  # CPU time for one file; 10,000 objects take 1 s
+LIMIT_S = 8  # CPU time without progress in one file
+_RENEWED = 1000  # further objects that are progress; they take 0.1 s
 _MAX_TEXTS = 1_000_000  # texts read of one file; the rest would take as long as opening it
 _known: set[tuple[str, int, int]] = set()  # files that this process has had walked
 
@@ -63,10 +64,10 @@ def is_hdf5(path: Path) -> bool:
         return False
 
 
-def _walk(path: bytes) -> None:
+def _walk(path: bytes, renew_limit: Callable[[], None]) -> None:
     """Read what opening a file reads: attributes, sizes on disk, and text.
 
-    Errors that Python raises are left to the reader.
+    Errors that Python raises are left to the reader. A loop in HDF5 comes to no further objects.
     """
     left = _MAX_TEXTS
     seen = set[int]()
@@ -95,6 +96,8 @@ def _walk(path: bytes) -> None:
                         and address not in seen
                     ):
                         seen.add(address)
+                        if len(seen) % _RENEWED == 0:
+                            renew_limit()
                         visit(item[name])
 
     with suppress(Exception), open_without_locks(path) as file:
@@ -123,11 +126,15 @@ def main() -> None:
     limit_s = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    for name in sys.stdin.buffer.read().split(b"\0"):
+
+    def renew_limit() -> None:
         ends = int(time.process_time()) + 1 + limit_s
         soft = ends if hard == resource.RLIM_INFINITY else min(ends, hard)
         resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-        _walk(name)
+
+    for name in sys.stdin.buffer.read().split(b"\0"):
+        renew_limit()
+        _walk(name, renew_limit)
         os.write(1, b".")
 
 
