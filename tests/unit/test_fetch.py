@@ -2,6 +2,7 @@
 any message.
 """
 
+import errno
 import hashlib
 import os
 import threading
@@ -17,7 +18,8 @@ import pytest
 import scipy.sparse as sp
 
 from cellmill.cli import main
-from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of
+from cellmill.data.inputs import fetch
+from cellmill.data.inputs.fetch import fetch_url, local_input, origin_of, state_of
 from cellmill.data.inputs.formats import open_counts
 from cellmill.errors import ConfigError, DataError
 from tests.unit.test_inputs import h5ad, in_zarr, read
@@ -142,6 +144,35 @@ def test_many_jobs_that_ask_at_once_fetch_once(
     assert server.asked == ["/cells.h5ad"]
     assert len({one.path for one in found}) == 1
     assert found[0].path.read_bytes() == content
+
+
+def test_a_copy_of_another_node_is_kept_without_locks(
+    counts: sp.csr_matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its jobs may read it, and a Zarr folder without some of its chunks has zeros."""
+    stored = in_zarr(counts, tmp_path)
+    cache = tmp_path / "cache"
+    download = fetch._download
+    others = []
+
+    def download_twice(address: str, copy: Path) -> None:
+        download(address, copy)
+        if not others:
+            others.append(None)  # the other node's download is the plain one
+            others[0] = state_of(fetch_url(address, cache).path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fetch.fcntl, "flock", refuse)
+    monkeypatch.setattr(fetch, "_download", download_twice)
+    path = fetch_url(f"file://{stored}", cache).path
+    assert others == [state_of(path)]
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        path.name,
+        "fetched.json",
+        "lock",
+    ]
 
 
 def test_a_killed_fetch_is_taken_over(server: Server, content: bytes, tmp_path: Path) -> None:

@@ -182,8 +182,10 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
     target = folder / name
     # flock may be local to a node: others may be fetching
     for left in folder.glob(".incomplete-*"):
-        if time.time() - max(file.stat().st_mtime for file in (left, *left.rglob("*"))) > _DEAD_S:
-            shutil.rmtree(left)
+        with suppress(FileNotFoundError):  # renamed or removed by now
+            newest = max(file.stat().st_mtime for file in (left, *left.rglob("*")))
+            if time.time() - newest > _DEAD_S:
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=".incomplete-", dir=folder) as temporary:
         copy = Path(temporary, target.name)
         shown = redacted(address)
@@ -211,6 +213,9 @@ def _fetch(address: str, folder: Path, wanted: str | None) -> Fetched:
         origin = origin_of(copy)
         if wanted not in (None, origin["sha256"]):
             raise DataError(f"{shown}: expected sha256 {wanted}, got {origin['sha256']}")
+        done = _complete(folder, address)
+        if done is not None:  # another node fetched it meanwhile, and its jobs may read it
+            return done
         if target.is_dir():
             shutil.rmtree(target)
         copy.rename(target)
