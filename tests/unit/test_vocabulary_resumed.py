@@ -31,16 +31,23 @@ def halves(simulated: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 
 
 def run_stage(
-    cells: list[Path], out: Path, killed_after: int, select: str = "seurat", split: str = ""
+    cells: list[Path],
+    out: Path,
+    killed_after: int,
+    select: str = "seurat",
+    split: str = "",
+    genes: Path | None = None,
 ) -> int | None:
     """Run stage `vocabulary` in a process that kill -9 ends after a number of counted blocks.
 
     Return how many it counted, and None if it was killed.
     """
-    return run_in_process(count, out, cells, out, killed_after, select, split)
+    return run_in_process(count, out, cells, out, killed_after, select, split, genes)
 
 
-def count(cells: list[Path], out: Path, killed_after: int, select: str, split: str) -> None:
+def count(
+    cells: list[Path], out: Path, killed_after: int, select: str, split: str, genes: Path | None
+) -> None:
     steps = Steps(killed_after)
     add = build.Moments.add
 
@@ -49,6 +56,7 @@ def count(cells: list[Path], out: Path, killed_after: int, select: str, split: s
         patched.setattr(saved_work, "SAVE_EVERY", 32 * BLOCKS_SAVED)
         patched.setattr(build.Moments, "add", lambda *given: steps.take(add, *given))
         chosen = {"select": select, "max_genes": 50, "variability": True, "quantiles": True}
+        chosen |= {} if genes is None else {"genes": str(genes)}
         options = VocabularyOptions.model_validate({"vocabulary": chosen})
         stage.vocabulary(options=options, cells=cells, out=out, split=split or None)
     steps.write(out)
@@ -80,7 +88,9 @@ def test_a_killed_vocabulary_is_resumed_bit_for_bit(
     assert {path.name for path in out.parent.iterdir()} == {out.name, "vocabulary.counted"}
 
 
-@pytest.mark.parametrize("changed", ["cells", "order", "options", "split", "damage", "nothing"])
+@pytest.mark.parametrize(
+    "changed", ["cells", "order", "options", "split", "genes", "damage", "nothing"]
+)
 def test_sums_of_other_inputs_are_not_resumed(
     halves: list[Path], tmp_path: Path, changed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +98,11 @@ def test_sums_of_other_inputs_are_not_resumed(
     for path, half in zip(cells, halves):
         path.write_bytes(half.read_bytes())
     out = tmp_path / "vocabulary.tsv"
-    assert run_stage(cells, out, 7) is None
+    genes = tmp_path / "genes.txt" if changed == "genes" else None
+    if genes is not None:
+        names = ad.read_h5ad(halves[0], backed="r").var_names
+        genes.write_text("\n".join(names))
+    assert run_stage(cells, out, 7, genes=genes) is None
     saved = tmp_path / ".vocabulary.tsv.partial.first"
     select = "seurat"
     split = ""
@@ -100,19 +114,24 @@ def test_sums_of_other_inputs_are_not_resumed(
         select = "detected"
     elif changed == "split":
         split = BY_CONTENT
+    elif genes is not None:
+        genes.write_text("\n".join(names[100:]))
     elif changed == "damage":
         saved.write_bytes(saved.read_bytes()[:-9])
     capfd.readouterr()
-    assert run_stage(cells, out, NEVER, select, split) == (13 if changed == "nothing" else 19)
+    assert run_stage(cells, out, NEVER, select, split, genes) == (
+        13 if changed == "nothing" else 19
+    )
     reasons: dict[str, str | None] = {
         "nothing": None,
         "damage": "damaged",
         "options": "changed: vocabulary",
+        "genes": "changed: genes",
     }
     reason = reasons.get(changed, "changed: split" if split else "changed: files")
     line = f"{out}: what a killed process saved is not used ({reason}); the work begins again\n"
     assert capfd.readouterr().err == ("" if reason is None else line)
-    if select == "seurat" and not split:
+    if select == "seurat" and not split and genes is None:
         assert out.read_bytes() == own_text(tmp_path, cells)
 
 

@@ -171,7 +171,7 @@ def build_vocabulary(
         return _sequence_vocabulary(paths)
     gene_ids = sorted(symbols)
     allowed = find_allowed(gene_ids, options)
-    cells = CellPasses(paths, gene_ids, split, options, out)
+    cells = CellPasses(paths, gene_ids, split, options, out, allowed)
     medians = Medians(len(gene_ids))
     moments = Moments(len(gene_ids))
     measured = options.variability or options.select != "detected"

@@ -7,7 +7,7 @@ the bit as without a kill, because each sum takes the same blocks in the same or
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from cellmill.data.split import (
     split_of_hashes,
 )
 from cellmill.errors import DataError
-from cellmill.files import progress
+from cellmill.files import digest, progress
 
 BLOCK = 1024  # cells
 FIRST = "first"
@@ -38,7 +38,8 @@ _TRAIN = SPLITS.index("train")
 class CellPasses:
     """Passes over the cells of a vocabulary: all cells of the files, or with `split` its training cells.
 
-    Sums depend on `options`. They are saved next to `out`, if it is given.
+    Sums depend on `options`, and on the genes that these allow (bool). They are saved next to `out`, if
+    it is given.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class CellPasses:
         split: Shard | None,
         options: VocabularyConfig,
         out: Path | None,
+        allowed: np.ndarray,
     ):
         self._paths = paths
         self.gene_ids = gene_ids
@@ -63,6 +65,7 @@ class CellPasses:
             "format": FORMAT,
             "files": [state_of(path) for path in paths],
             "vocabulary": options.model_dump(mode="json"),
+            "genes": digest(list(compress(gene_ids, allowed))),
             "split": None if split is None else split.model_dump(mode="json"),
         }
         self._saved = SavedWork(out or Path(), None if out is None else facts)
