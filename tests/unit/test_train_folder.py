@@ -180,6 +180,43 @@ def test_files_of_an_earlier_configuration_are_moved(tmp_path: Path) -> None:
     assert (
         tmp_path / "superseded-001" / "checkpoints" / "step-00000003" / "tensors"
     ).read_bytes() == bytes([0, 1, 2])
+    shutil.rmtree(tmp_path / "superseded-001")
+    assert folder.set_aside().name == "superseded-003"
+    (tmp_path / "superseded-mine").mkdir()
+    assert folder.set_aside().name == "superseded-004"
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_step_that_is_saved_again_is_never_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 2, 2)
+    left = iter(range(renames))
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.startswith("step-") and next(left, None) is None:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        patch.setattr("cellmill.runs.folder.fsync", lambda path: killed(path / "step-", path))
+        with pytest.raises(KeyboardInterrupt):
+            save(folder, 2, 2)
+    newest, damaged = folder.newest_whole()
+    assert newest is not None
+    assert (newest.step, damaged) == (2, [])
+    assert folder.best() == folder.find_checkpoint(2) == newest
+    assert folder.checkpoint(newest.path.name) == newest
+    for step in (2, 3, 4):
+        save(folder, step, 2 if step < 4 else 4)
+    assert sorted(path.name for path in folder.checkpoint_folder.iterdir()) == [
+        f"step-{step:08}" for step in (2, 3, 4)
+    ]
+    save(folder, 5, 4)
+    assert steps(folder) == [4, 5]
 
 
 def test_two_trainings_do_not_share_a_folder(

@@ -107,13 +107,18 @@ class TrainFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints that were completed, oldest first; any may be damaged since."""
-        names = [path.name for path in self.checkpoint_folder.glob("step-*")]
-        complete = [name for name in names if re.fullmatch(r"step-\d{8,}", name)]
-        return sorted(map(self.checkpoint, complete), key=lambda checkpoint: checkpoint.step)
+        found: dict[int, Checkpoint] = {}
+        # a kill between the two renames of `finish` leaves only the replaced one of a step
+        for path in sorted(self.checkpoint_folder.glob("step-*"), reverse=True):
+            if re.fullmatch(rf"step-\d{{8,}}({REPLACED})?", path.name):
+                checkpoint = self.checkpoint(path.name)
+                found[checkpoint.step] = checkpoint
+        return [found[step] for step in sorted(found)]
 
     def checkpoint(self, name: str) -> Checkpoint:
         """The checkpoint of that name, such as step-00000100."""
-        return Checkpoint(self.checkpoint_folder / name, int(name.removeprefix("step-")))
+        step = name.removeprefix("step-").removesuffix(REPLACED)
+        return Checkpoint(self.checkpoint_folder / name, int(step))
 
     def set_damaged_aside(self, step: int) -> None:
         """Rename checkpoints later than `step`, which are damaged, so that they do not count."""
@@ -210,8 +215,8 @@ class TrainFolder:
         write_json(path / "manifest.json", {"files": entries})
         final = path.with_name(path.name.removesuffix(INCOMPLETE))
         earlier = final.with_name(final.name + REPLACED)  # the same step from before a resume
-        shutil.rmtree(earlier, ignore_errors=True)
         if final.exists():
+            shutil.rmtree(earlier, ignore_errors=True)
             # at once: removing it takes a while, in which there would be none
             final.rename(earlier)
         path.rename(final)
@@ -233,7 +238,8 @@ class TrainFolder:
 
     def set_aside(self) -> Path:
         """Move checkpoints, curve and status into a new `superseded-…` folder, and return it."""
-        number = 1 + sum(1 for _ in self.path.glob("superseded-*"))
+        numbers = [path.name.removeprefix("superseded-") for path in self.path.glob("superseded-*")]
+        number = 1 + max((int(text) for text in numbers if text.isdecimal()), default=0)
         aside = self.path / f"superseded-{number:03}"
         aside.mkdir()
         for (
