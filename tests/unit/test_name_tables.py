@@ -106,6 +106,18 @@ def test_a_table_of_genes_in_another_order_is_joined(
         assert reader.var["called"].tolist() == SYMBOLS
 
 
+def test_a_list_of_symbols_is_in_the_order_of_the_matrix(tmp_path: Path) -> None:
+    """kb-python writes the id of a gene without a symbol."""
+    names = [GENES[0], *SYMBOLS[1:]]
+    write_mtx(tmp_path / "cells_x_genes.mtx", by_cell=True)
+    write_names(tmp_path / "cells_x_genes.barcodes.txt", CELLS)
+    write_names(tmp_path / "cells_x_genes.genes.txt", GENES)
+    write_names(tmp_path / "cells_x_genes.genes.names.txt", names)
+    assert read(tmp_path) == TRUTH
+    with open_counts(tmp_path) as reader:
+        assert reader.var["symbol"].tolist() == names
+
+
 def test_labels_of_other_cells_are_left_out_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

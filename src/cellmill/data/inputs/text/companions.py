@@ -166,9 +166,10 @@ class _NamedRows:
         """Add a table of the same rows. False if it has another order or other names."""
         rows = _find_rows(names, frame)
         if rows is None:
-            # a list of symbols has no ids by which it could be joined
-            is_apart = self._role == GENES and not frame.isin(names).to_numpy().any()
-            if is_apart or not any(map(_may_be_names, map(frame.get, frame))):
+            # a list of symbols has no ids by which it could be joined, or a gene's id where it has no symbol
+            elsewhere = frame.isin(names) & (frame.to_numpy() != names.to_numpy()[:, None])
+            is_symbols = self._role == GENES and not elsewhere.to_numpy().any()
+            if is_symbols or not any(map(_may_be_names, map(frame.get, frame))):
                 self.others.append(frame)
                 return True
             first = self.table.path.name
