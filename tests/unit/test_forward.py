@@ -141,13 +141,13 @@ def test_padding_changes_no_gradient(row: str) -> None:
 @every_row
 def test_an_empty_batch_has_zero_gradients(row: str) -> None:
     model = model_of(row, dropout=0.1)
-    prepared = prepare(model, cells_of(row).cut(0, 0))
+    prepared = prepare(model, cells_of(row).slice_cells(0, 0))
     loss, gradients = run(model, prepared)
     assert (loss.item(), int(prepared.n_targets)) == (0.0, 0)
     assert [
         name for name, gradient in gradients.items() if gradient is None or gradient.any()
     ] == []
-    assert model.eval().embed(cells_of(row).cut(0, 0)).shape == (0, model.vector_width)
+    assert model.eval().embed(cells_of(row).slice_cells(0, 0)).shape == (0, model.vector_width)
     none = to_tensors(empty_batch(row_of(row)[0].load().dtype))
     assert pad_batch(none, 0) is none
 
@@ -156,7 +156,9 @@ def test_an_empty_batch_has_zero_gradients(row: str) -> None:
 def test_the_loss_of_cells_adds_up_in_any_batching(row: str) -> None:
     model = model_of(row, dropout=0.3)
     batch = cells_of(row)
-    prepared = [prepare(model, batch.cut(*part)) for part in ((0, 6), (0, 1), (1, 4), (4, 6))]
+    prepared = [
+        prepare(model, batch.slice_cells(*part)) for part in ((0, 6), (0, 1), (1, 4), (4, 6))
+    ]
     together, *parts = (model(part).item() for part in prepared)
     assert sum(parts) == pytest.approx(together, rel=1e-5)
     assert sum(int(part.n_targets) for part in prepared[1:]) == int(prepared[0].n_targets)
@@ -171,7 +173,9 @@ def test_an_embedding_is_independent_of_other_cells(row: str) -> None:
     )
     with torch.no_grad():
         vectors = model.embed(batch)
-        apart = torch.cat([model.embed(batch.cut(cell, cell + 1)) for cell in range(len(LENGTHS))])
+        apart = torch.cat(
+            [model.embed(batch.slice_cells(cell, cell + 1)) for cell in range(len(LENGTHS))]
+        )
         shuffled = model.embed(
             replace(batch, token_ids=batch.token_ids[order], values=batch.values[order])
         )

@@ -194,8 +194,8 @@ def test_the_embedding_of_a_cell_without_tokens_is_zero() -> None:
     batch = _tensors("continuous", lengths=(4, 0, 3))
     with torch.no_grad():
         vectors = model.embed(batch)
-        first = model.embed(batch.cut(0, 1))
-        last = model.embed(batch.cut(2, 3))
+        first = model.embed(batch.slice_cells(0, 1))
+        last = model.embed(batch.slice_cells(2, 3))
     torch.testing.assert_close(vectors[:1], first)
     torch.testing.assert_close(vectors[2:], last)
     assert not vectors[1].any()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cellmill.config.parallel import Parallel, min_microbatches
-from cellmill.data.stream.micro_batches import cut_evenly, cut_greedily
+from cellmill.data.stream.micro_batches import split_evenly, split_greedily
 from cellmill.models.build import build
 from cellmill.parallel.mesh import keep_stage, list_blocks, list_stages, tied_parameters
 from tests.models import spec
@@ -93,7 +93,7 @@ def test_even_micro_batches_are_as_small_as_their_number_allows() -> None:
         ([3, 3], 5, [0, 1, 2]),  # no cell is cut
         ([], 3, [0]),
     ):
-        assert cut_evenly(np.array(lengths, int), most) == borders
+        assert split_evenly(np.array(lengths, int), most) == borders
 
 
 def test_no_smaller_micro_batch_would_do() -> None:
@@ -102,12 +102,12 @@ def test_no_smaller_micro_batch_would_do() -> None:
         n_cells = generator.integers(1, 30)
         lengths = generator.integers(1, 100, n_cells)
         most = int(generator.integers(1, 9))
-        borders = cut_evenly(lengths, most)
+        borders = split_evenly(lengths, most)
         assert borders[0] == 0
         assert borders[-1] == n_cells
         assert len(borders) - 1 <= most
         sizes = [int(lengths[start:end].sum()) for start, end in pairwise(borders)]
         largest = max(sizes)
         if largest > lengths.max():
-            smaller = cut_greedily(lengths, largest - 1)
+            smaller = split_greedily(lengths, largest - 1)
             assert len(smaller) - 1 > most

@@ -25,7 +25,7 @@ from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import (
     count_detected_and_undetected,
-    find_max_tokens_without_cuts,
+    find_max_tokens_of_whole_cells,
 )
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
@@ -317,7 +317,7 @@ def test_the_advised_max_tokens_cuts_no_cell(zero_frac: float) -> None:
         return [int(count[0]) for count in counts]
 
     for n_genes in range(1, 500):
-        advised = find_max_tokens_without_cuts(tokens, n_genes)
+        advised = find_max_tokens_of_whole_cells(tokens, n_genes)
         everything = kept(n_genes, 10**6)
         assert kept(n_genes, advised) == everything
         assert advised == 1 or kept(n_genes, advised - 1) != everything

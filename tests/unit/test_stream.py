@@ -25,7 +25,7 @@ from cellmill.data.stream import cell_stream
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.genes_per_cell import GenesPerCellQueue
-from cellmill.data.stream.micro_batches import count_greedy_batches, cut_greedily, split_batch
+from cellmill.data.stream.micro_batches import count_greedy_batches, split_batch, split_greedily
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.planner.step_counts import CorpusSize, count_detected_genes, count_steps
 
@@ -74,16 +74,16 @@ def digests_of(steps: list[list[Batch]]) -> list[list[tuple[bytes, ...]]]:
 
 
 def test_micro_batches_are_filled_greedily_in_order() -> None:
-    assert cut_greedily(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
-    assert cut_greedily(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
-    assert cut_greedily(np.array([], int), 10) == [0]
+    assert split_greedily(np.array([5, 5, 1, 9, 10, 2]), 10) == [0, 2, 4, 5, 6]
+    assert split_greedily(np.array([3, 30, 40, 4, 5]), 12) == [0, 1, 2, 3, 5]
+    assert split_greedily(np.array([], int), 10) == [0]
     for seed in range(40):
         rng = np.random.default_rng(seed)
         n_cells = rng.integers(0, 9, rng.integers(1, 9))
         lengths = rng.integers(0, 30, n_cells.sum())
         for budget in (1, 30, 77):
             alone = [
-                len(cut_greedily(part, budget)) - 1
+                len(split_greedily(part, budget)) - 1
                 for part in np.split(lengths, n_cells.cumsum()[:-1])
             ]
             assert count_greedy_batches(lengths, n_cells, budget).tolist() == alone
@@ -103,7 +103,7 @@ def test_parts_of_a_batch_have_every_cell_once_within_the_budget() -> None:
     assert all(
         part.cu_seqlens[0] == 0 and part.cu_seqlens[-1] == len(part.token_ids) for part in parts
     )
-    assert list(split_batch(batch.cut(0, 0), 12)) == []
+    assert list(split_batch(batch.slice_cells(0, 0), 12)) == []
 
 
 def ranks_of(manifest: Manifest, world: int, **changes: Any) -> list[CellStream]:

@@ -11,7 +11,7 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import Layout, min_microbatches, pipeline_tokens
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
-from cellmill.data.stream.micro_batches import MicroBatchRule, cut_evenly, cut_greedily
+from cellmill.data.stream.micro_batches import MicroBatchRule, split_evenly, split_greedily
 from cellmill.data.stream.order import OrderRule
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
@@ -168,7 +168,7 @@ def _pad_for_pipeline(
     n_tokens_with_padding = 0
     for tokens_by_rank, count in zip(steps[:MAX_EVENLY_CUT_STEPS], counts):
         for cell_tokens in tokens_by_rank[:MAX_EVENLY_CUT_RANKS]:
-            starts = cut_evenly(cell_tokens, count)[:-1]
+            starts = split_evenly(cell_tokens, count)[:-1]
             micro_batch_tokens = np.add.reduceat(cell_tokens + corpus.n_covariates, starts)
             padded_to = pipeline_tokens(int(micro_batch_tokens.max()), token_multiple)
             max_tokens = max(max_tokens, padded_to)
@@ -194,5 +194,5 @@ def _count_micro_batches_of_step(tokens_by_rank: TokensByRank, rule: MicroBatchR
     """Count the micro-batches of a step: every rank has as many as the rank that needs the most."""
     needed = rule.min_per_step
     for cell_tokens in tokens_by_rank:
-        needed = max(needed, len(cut_greedily(cell_tokens, rule.token_budget)) - 1)
+        needed = max(needed, len(split_greedily(cell_tokens, rule.token_budget)) - 1)
     return -(-needed // rule.multiple_of) * rule.multiple_of

@@ -16,7 +16,7 @@ from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.stream.batch_tokenizer import (
     count_detected_and_undetected,
-    find_max_tokens_without_cuts,
+    find_max_tokens_of_whole_cells,
 )
 from cellmill.data.stream.cell_weights import read_cell_weights
 from cellmill.errors import ConfigError
@@ -205,7 +205,7 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
     blocks_compute_on_cells = not options.model.sequence_parallel
     if corpus.cut_cells_frac and blocks_compute_on_cells:  # more tokens cost little
         max_genes = int(corpus.detected_genes.max())
-        max_tokens = find_max_tokens_without_cuts(options.tokens, max_genes)
+        max_tokens = find_max_tokens_of_whole_cells(options.tokens, max_genes)
         budget_text = ""
         if max_tokens > options.train.token_budget:
             budget_text = f" and train.token_budget to {max_tokens} or more"

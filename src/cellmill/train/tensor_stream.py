@@ -107,7 +107,7 @@ class TensorStream:
             SplitSource(manifest, split),
             OrderOptions(order, global_batch, train.seed, is_training=split == "train"),
             parsed,
-            MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is cut
+            MicroBatchRule(global_batch * parsed.max_tokens),  # so that no step is split
             data_rank=DataRank(rank, world_size),
             fields=BatchFields(
                 with_counts=counts,

@@ -31,7 +31,7 @@ class Batch:
     """One micro-batch of one data rank, without padding.
 
     It may be empty: no cells, no tokens, `cu_seqlens` [0]. Arrays per token or per cell are
-    declared only here, and cut, padded and copied by `map`. Objectives read all of them, a model
+    declared only here, and sliced, padded and copied by `map`. Objectives read all of them, a model
     those in `models.batch.SHOWN`.
     """
 
@@ -72,9 +72,10 @@ class Batch:
     def map(self, change: Callable[[FieldAxis, Array], Array], **replaced: Any) -> Self:
         """Return the batch with `change` applied to every array per token or per cell.
 
-        Fields in `replaced` get the given value instead; `cu_seqlens` changes only in this way.
+        Fields in `replaced` get the given value instead; `cu_seqlens` changes only in this way. Unless
+        they are in `replaced`, lengths are computed again from `cu_seqlens`, which on a device waits
+        for it.
         """
-        # lengths are computed again from `cu_seqlens`
         fields_of_batch: dict[str, Any] = {"lengths": []}
         for name, axis in self._axes().items():
             array = getattr(self, name)
@@ -102,8 +103,8 @@ class Batch:
                 added[name] = array[self.cell_ids]
         return replace(self, **added) if added else self
 
-    def cut(self, start: int, stop: int) -> Self:
-        """Return the batch of cells `start:stop`."""
+    def slice_cells(self, start: int, stop: int) -> Self:
+        """Return the batch of cells `start:stop`, whose arrays share memory with this one's."""
         offsets = self.cu_seqlens[start : stop + 1]
         slices = {
             "token": slice(int(offsets[0]), int(offsets[-1])),

@@ -14,13 +14,13 @@ from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
-from cellmill.data.stream.micro_batches import MicroBatchRule, cut_greedily
+from cellmill.data.stream.micro_batches import MicroBatchRule, split_greedily
 from cellmill.data.stream.step_reader import StepGroup
 from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.data.stream.windows import StreamCells
 from cellmill.errors import DataError
 
-_MAX_GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to so many genes
+_MAX_GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to this many genes
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class BatchMaker:
         Every rank makes equally many in a step, so some may be empty.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
-        cuts = self.micro_batch_rule.cut_steps(n_tokens, group.cells_by_rank, self.rank)
-        filled = iter(self._make_filled(group.local_cells, cuts.offsets, group.epoch))
+        splits = self.micro_batch_rule.split_steps(n_tokens, group.cells_by_rank, self.rank)
+        filled = iter(self._make_filled(group.local_cells, splits.offsets, group.epoch))
         batches_by_step = []
-        for n_filled, n_batches in zip(cuts.n_filled, cuts.n_batches):
+        for n_filled, n_batches in zip(splits.n_filled, splits.n_batches):
             n_empty = n_batches - n_filled
             batches_by_step.append(list(islice(filled, n_filled)) + [self._empty_batch] * n_empty)
         return batches_by_step
@@ -85,17 +85,19 @@ class BatchMaker:
     def _make_filled(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
         """Make the micro-batches that have cells: one of the cells between each offset and the next.
 
-        Small micro-batches are tokenized together, then cut apart.
+        Small micro-batches are tokenized together, then sliced.
         """
         micro_batches = []
         genes_per_batch = np.diff(row_offsets(cells.packed.lengths)[offsets])
         # micro-batches first_batch:stop_batch are tokenized together
-        for first_batch, stop_batch in pairwise(cut_greedily(genes_per_batch, _MAX_GENES_PER_CALL)):
+        for first_batch, stop_batch in pairwise(
+            split_greedily(genes_per_batch, _MAX_GENES_PER_CALL)
+        ):
             first_cell = offsets[first_batch]
             selected = cells.select(slice(first_cell, offsets[stop_batch]))
             unpacked = self.unpacker.unpack(selected)
             batch = self.tokenizer.make_batch(unpacked, selected.ids, self.with_counts, epoch)
             batch = batch.with_cell_fields(self.cell_arrays)
             for start, stop in pairwise(offsets[first_batch : stop_batch + 1]):
-                micro_batches.append(batch.cut(start - first_cell, stop - first_cell))
+                micro_batches.append(batch.slice_cells(start - first_cell, stop - first_cell))
         return micro_batches

@@ -54,10 +54,10 @@ def count_detected_and_undetected(
     return n_detected, np.minimum(n_undetected, max_undetected)
 
 
-def find_max_tokens_without_cuts(options: Tokens, genes_in_cell: int) -> int:
-    """Find the smallest `max_tokens` that cuts neither genes of a cell nor undetected genes drawn for it."""
+def find_max_tokens_of_whole_cells(options: Tokens, genes_in_cell: int) -> int:
+    """Find the smallest `max_tokens` that leaves out no gene of a cell, and none of its undetected genes."""
     zero_frac = options.zero_frac
-    # room for the undetected genes; counted up from there until no detected gene is cut
+    # room for the undetected genes; counted up from there until no detected gene is left out
     max_tokens = genes_in_cell + int(_round_down(genes_in_cell * zero_frac / (1 - zero_frac)))
     while _max_detected(options.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
         max_tokens += 1
@@ -110,7 +110,7 @@ class BatchTokenizer:
         self._chooses_genes = options.truncation != "top" or options.zero_frac > 0
         tokenizer_options = options
         if self._chooses_genes:
-            # values are computed from whole cells: the tokenizer gets these, and cuts none
+            # values are computed from whole cells: the tokenizer gets these, and truncates none
             tokenizer_options = options.model_copy(update={"max_tokens": _NO_LIMIT})
         self._tokenizer: Tokenizer = options.load()(tokenizer_options)
         self.dtype = self._tokenizer.dtype

@@ -1,7 +1,7 @@
 """Batches of tokens for one data rank: endless and resumable in training, else one epoch in a fixed order.
 
 Uses threads, not processes: reading and copying release the GIL, and processes cost 1.7 times the
-CPU time per tokenized cell. A few threads read the shards, and one thread cuts and tokenizes the next
+CPU time per tokenized cell. A few threads read the shards, and one thread splits and tokenizes the next
 steps into a bounded queue. The state is an epoch and a step, so resuming replays nothing.
 """
 
@@ -57,7 +57,7 @@ class SplitSource:
 
     manifest_path: Path
     split: Literal["train", "val", "test"]
-    # at most so many cells, the first in disk order; `stream.train_frac` may leave fewer. None for all
+    # at most this many cells, the first in disk order; `stream.train_frac` may leave fewer. None for all
     max_cells: int | None = None
     copies: LocalCopies | None = None  # read instead of the shards once they are complete
 
@@ -119,8 +119,8 @@ class CellStream:
     """Cells of one split as micro-batches for one data rank; see `__iter__`.
 
     `OrderOptions.is_training` says which cells are read, in which order, and whether the stream ends.
-    `token_options` is section `tokens`. `micro_batch_rule` says how the cells of a step are cut, and
-    `fields` what a batch has in addition to tokens. With `in_rank_order` the tokens of every cell are
+    `token_options` is section `tokens`. `micro_batch_rule` says how a step is split, and `fields`
+    what a batch has in addition to tokens. With `in_rank_order` the tokens of every cell are
     in rank order; otherwise only where `Tokenizer.tokenize` needs it, which is faster if shards have
     `order: genes`.
 

@@ -1,4 +1,4 @@
-"""Cutting the cells of a step into micro-batches, by the cells' numbers of tokens."""
+"""Splitting the cells of a step into micro-batches, by the cells' numbers of tokens."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ import numpy as np
 from cellmill.data.stream.batch import Batch
 
 
-class StepCuts(NamedTuple):
-    """Where a data rank cuts its cells of some steps into micro-batches."""
+class StepSplits(NamedTuple):
+    """Where a data rank splits its cells of some steps into micro-batches."""
 
     offsets: list[int]  # first cell of each micro-batch that is not empty, and the number of cells
     n_filled: list[int]  # for each step: micro-batches that are not empty
@@ -21,20 +21,20 @@ class StepCuts(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """The rule by which the cells of a step are cut into micro-batches.
+    """The rule by which a step is split into micro-batches.
 
     A micro-batch has at most `token_budget` tokens. Tokens of covariates, which the model adds, do not
     count. A step has at least `min_per_step` micro-batches, and their number is a multiple of
-    `multiple_of`. If either is above 1 (pipelines), cells are cut so that the largest micro-batch is
-    as small as possible.
+    `multiple_of`. If either is above 1 (pipelines), the step is split so that the largest micro-batch
+    is as small as possible.
     """
 
     token_budget: int
     min_per_step: int = 1
     multiple_of: int = 1
 
-    def cut_steps(self, n_tokens: np.ndarray, cells_by_rank: np.ndarray, rank: int) -> StepCuts:
-        """Cut the cells of data rank `rank` in some steps.
+    def split_steps(self, n_tokens: np.ndarray, cells_by_rank: np.ndarray, rank: int) -> StepSplits:
+        """Split the cells of data rank `rank` in some steps.
 
         `n_tokens`, `(cells,)`, has the number of tokens of each cell of all ranks, by step and rank,
         and `cells_by_rank`, `(steps, ranks)`, the numbers of cells. Every rank counts the micro-batches
@@ -54,26 +54,26 @@ class MicroBatchRule:
         n_filled = []
         steps = zip(starts.tolist(), stops.tolist(), n_greedy_batches[:, rank].tolist(), n_batches)
         for start, stop, n_greedy, max_batches in steps:
-            step_offsets = self._cut_step(n_tokens[start:stop], n_greedy, max_batches)
+            step_offsets = self._split_step(n_tokens[start:stop], n_greedy, max_batches)
             first_cell = offsets[-1]
             offsets += [first_cell + offset for offset in step_offsets[1:]]
             n_filled.append(len(step_offsets) - 1)
-        return StepCuts(offsets, n_filled, n_batches)
+        return StepSplits(offsets, n_filled, n_batches)
 
-    def _cut_step(self, n_tokens: np.ndarray, n_greedy: int, max_batches: int) -> list[int]:
-        """Cut the cells of one step greedily, or evenly into at most `max_batches` micro-batches.
+    def _split_step(self, n_tokens: np.ndarray, n_greedy: int, max_batches: int) -> list[int]:
+        """Split the cells of one step greedily, or evenly into at most `max_batches` micro-batches.
 
-        `n_greedy` is the number of micro-batches that cutting greedily makes. Returns their offsets.
+        `n_greedy` is the number of micro-batches that splitting greedily makes. Returns their offsets.
         """
         if self.multiple_of > 1 or self.min_per_step > 1:
-            return cut_evenly(n_tokens, max_batches)
+            return split_evenly(n_tokens, max_batches)
         if n_greedy == 1:  # all cells fit into one
             return [0, len(n_tokens)]
-        return cut_greedily(n_tokens, self.token_budget)
+        return split_greedily(n_tokens, self.token_budget)
 
 
-def cut_greedily(sizes: np.ndarray, budget: int) -> list[int]:
-    """Cut items in order into groups of a total size of at most `budget`, filled greedily.
+def split_greedily(sizes: np.ndarray, budget: int) -> list[int]:
+    """Split items in order into groups of a total size of at most `budget`, filled greedily.
 
     `sizes` is `(items,)`. An item above the budget is a group by itself. Returns the offsets of the
     groups, `[0, ..., items]`: with a budget of 10, sizes 5, 5, 1, 9 and 4 give `[0, 2, 4, 5]`.
@@ -91,7 +91,7 @@ def cut_greedily(sizes: np.ndarray, budget: int) -> list[int]:
 def count_greedy_batches(
     n_tokens: np.ndarray, n_cells: np.ndarray, token_budget: int
 ) -> np.ndarray:
-    """Count the micro-batches that `cut_greedily` makes of each row of cells, `(rows,)`.
+    """Count the micro-batches that `split_greedily` makes of each row of cells, `(rows,)`.
 
     `n_tokens`, `(cells,)`, has the number of tokens of each cell, row after row, and `n_cells`,
     `(rows,)`, the number of cells in each.
@@ -113,22 +113,22 @@ def count_greedy_batches(
     return n_batches
 
 
-def cut_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
-    """Cut cells into at most `max_batches` micro-batches, the largest of which is as small as possible.
+def split_evenly(n_tokens: np.ndarray, max_batches: int) -> list[int]:
+    """Split cells into at most `max_batches` micro-batches, the largest of which is as small as possible.
 
-    Returns the offsets, like `cut_greedily`.
+    Returns the offsets, like `split_greedily`.
     """
     low = int(n_tokens.max(initial=1))
     high = int(n_tokens.sum())
 
     def fits(budget: int) -> bool:
-        return len(cut_greedily(n_tokens, budget)) - 1 <= max_batches
+        return len(split_greedily(n_tokens, budget)) - 1 <= max_batches
 
     # the smallest budget in low:high that fits, else high
-    return cut_greedily(n_tokens, low + bisect_left(range(low, high), True, key=fits))
+    return split_greedily(n_tokens, low + bisect_left(range(low, high), True, key=fits))
 
 
 def split_batch(batch: Batch, token_budget: int) -> Iterator[Batch]:
     """Split `batch`, in order, into batches of at most `token_budget` tokens or of a single cell."""
-    for start, stop in pairwise(cut_greedily(np.diff(batch.cu_seqlens), token_budget)):
-        yield batch.cut(start, stop)
+    for start, stop in pairwise(split_greedily(np.diff(batch.cu_seqlens), token_budget)):
+        yield batch.slice_cells(start, stop)

@@ -6,7 +6,7 @@
   training
 
 Full blocks are dealt round-robin to the lanes. Blocks of an incomplete round, and all shorter blocks,
-are cut so that every lane gets a share. In training, the blocks are permuted before that. A step takes
+are split so that every lane gets a share. In training, the blocks are permuted before that. A step takes
 `step_cells_per_lane` cells of each lane, or with `equal_steps` an equal share of the epoch. It takes
 the same cells for any number of data ranks. The order is a function of (seed, epoch, lane, window), so
 any step is reached without replaying earlier ones.
@@ -76,7 +76,7 @@ class OrderRule:
 
     options: OrderOptions
     shard_cells: tuple[int, ...]  # number of cells in each shard
-    max_cells: int | None = None  # read only so many cells, the first in disk order; None for all
+    max_cells: int | None = None  # read only this many cells, the first in disk order; None for all
     cell_weights: CellWeights | None = None  # None: each cell is read once in an epoch
 
     @classmethod
@@ -159,15 +159,15 @@ class CellSpans(NamedTuple):
         """Join the spans of all `pieces`, piece after piece."""
         return cls(*map(np.concatenate, zip(*pieces)))
 
-    def cut(self, start: int, stop: int) -> CellSpans:
-        """Cut out cells `start:stop`, numbered span after span."""
-        # the cells low:high of each span are kept. Of spans of 4, 4 and 3 cells, `cut(2, 9)` keeps 2:4, 0:4
-        # and 0:1
+    def slice_cells(self, start: int, stop: int) -> CellSpans:
+        """Return the spans of cells `start:stop`, numbered span after span."""
+        # the cells low:high of each span are kept. Of spans of 4, 4 and 3 cells, `slice_cells(2, 9)`
+        # keeps 2:4, 0:4 and 0:1
         n_before = np.cumsum(self.cells_per_span) - self.cells_per_span  # cells of earlier spans
         low = np.clip(start - n_before, 0, self.cells_per_span)
         high = np.clip(stop - n_before, 0, self.cells_per_span)
-        cut_spans = CellSpans(self.shards, self.starts + low, high - low)
-        return choose_rows(cut_spans, high > low)
+        sliced = CellSpans(self.shards, self.starts + low, high - low)
+        return choose_rows(sliced, high > low)
 
 
 class EpochOrder:
@@ -239,14 +239,14 @@ class PlainOrder(EpochOrder):
         # deal full blocks to the lanes in complete rounds; each row has the blocks of one lane
         n_dealt = len(full) // rule.n_lanes * rule.n_lanes
         dealt = full[:n_dealt].reshape(-1, rule.n_lanes).T
-        # cut the other blocks so that lanes differ by at most one cell
+        # split the other blocks so that lanes differ by at most one cell
         rest = choose_rows(blocks, np.concatenate([full[n_dealt:], short]))
         rest_offsets = row_offsets(rule.deal_to_lanes(int(rest.cells_per_span.sum()))).tolist()
-        self._spans: list[CellSpans] = []  # for each lane: whole blocks, then cut ones
+        self._spans: list[CellSpans] = []  # for each lane: whole blocks, then pieces of blocks
         window_offsets = []
         for dealt_to_lane, (start, stop) in zip(dealt, pairwise(rest_offsets)):
             whole = choose_rows(blocks, dealt_to_lane)
-            spans = CellSpans.join([whole, rest.cut(start, stop)])
+            spans = CellSpans.join([whole, rest.slice_cells(start, stop)])
             self._spans.append(spans)
             # spans of 4, 4, 4 and 3 cells begin at 0, 4, 8 and 12. With two in a window, windows begin at
             # 0 and 8, and the lane ends at 15
@@ -318,7 +318,7 @@ class WeightedOrder(EpochOrder):
 
     def _list_cells(self, start: int, stop: int) -> np.ndarray:
         """List the cells of reads `start:stop`, `(reads,)` int64."""
-        # list the cells of all passes that overlap these reads, then cut the list
+        # list the cells of all passes that overlap these reads, then slice the list
         overlapping = np.searchsorted(self._pass_offsets, [start, stop - 1], side="right") - 1
         first, last = overlapping.tolist()
         cells_of_passes = []

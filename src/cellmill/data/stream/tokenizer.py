@@ -1,4 +1,4 @@
-"""Contract of a tokenizer, and what tokenizers share: cutting cells to their first genes."""
+"""Contract of a tokenizer, and what tokenizers share: truncating cells to their first genes."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
 
     It implements the options `config.parts.tokens.Tokens`, and is constructed with them. The tokens of
     a cell are its first `max_tokens` genes, in the cell's order. `BatchTokenizer` may choose genes itself
-    (`truncation` other than top, or `zero_frac`). It then sets a `max_tokens` that cuts no cell.
+    (`truncation` other than top, or `zero_frac`). It then sets a `max_tokens` that truncates no cell.
     """
 
     dtype: np.dtype  # dtype of the values
@@ -98,7 +98,7 @@ def tokenize_to_batch(
     tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
-        # a cell's tokens are its first genes: if any cell was cut, the longest has `max_tokens` tokens
+        # a cell's tokens are its first genes: if any cell was truncated, the longest has `max_tokens`
         max_tokens = int(np.diff(tokens.cu_seqlens).max(initial=0))
         token_counts = KeptGenes(cells, max_tokens).select(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **cell_fields)

@@ -105,7 +105,7 @@ class Sum(Objective):
         """Prepare the batch of every part, and give all of them the same tokens."""
         first_views = batch
         if isinstance(batch, ViewBatch) and batch.n_second_views:
-            first_views = replace(batch.cut(0, batch.n_second_views), n_second_views=0)
+            first_views = replace(batch.slice_cells(0, batch.n_second_views), n_second_views=0)
         part_batches: list[Any] = []
         for name, part in self.parts.items():
             part.training = self.training
