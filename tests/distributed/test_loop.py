@@ -19,6 +19,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import DataError
 from cellmill.launch.signals import StopFlag
 from cellmill.runs.folder import Checkpoint, TrainFolder, read_lines
+from cellmill.stages.export import model_card
 from cellmill.track.tracker import JsonlTracker
 from cellmill.train import staging
 from cellmill.train.checkpoint import CheckpointReader, load_tensors
@@ -153,6 +154,25 @@ def test_a_stop_ends_a_validation_that_a_resume_repeats(
         saved = (4, 4) if times > 9 else (2, None)
         assert (state["step"], state["val_step"]) == saved
     assert lines == whole
+
+
+def test_an_export_has_the_validation_loss_of_its_step(
+    alone: None, corpus: str, tmp_path: Path
+) -> None:
+    train = tmp_path / "train"
+    given = _run(val_every_steps=2, keep_steps=[2, 3], early_stop_patience=None)
+    lines = cases.trained(corpus, given, str(train), 4)["lines"]
+    losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    assert losses.keys() == {2, 4}
+    vocabulary = f"{corpus}/vocabulary.tsv"
+    for step in (2, 3, 4):
+        chosen = json.dumps({"consolidate": {"checkpoint": step, "cell_digests": False}})
+        words = ["consolidate", "--options", chosen, "--train", str(train), "--out", str(tmp_path)]
+        assert main([*words, "--vocabulary", vocabulary]) == 0
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert (config["step"], config["val_loss"]) == (step, losses.get(step))
+    card = model_card(config | {"val_loss": None}, 1)
+    assert "| validation loss | not validated |" in card
 
 
 def test_hashed_shards_are_recorded_group_by_group(

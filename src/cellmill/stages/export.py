@@ -91,7 +91,8 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         "supervised_by": state.get("supervised_by", []),
         "weighted_by": trained_with.get("stream", {}).get("weight_by"),
         "step": progress["step"],
-        "val_loss": progress["val_loss"],
+        # that of an earlier step is not of these weights
+        "val_loss": progress["val_loss"] if progress["val_step"] == progress["step"] else None,
         "ema_decay": trained_with["train"].get("ema_decay"),
         "seed": trained_with["train"]["seed"],
         "levels": state.get("levels"),
