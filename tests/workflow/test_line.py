@@ -401,6 +401,7 @@ def test_predicted_changes_need_no_evaluation(project: Project) -> None:
     ]
     assert project.jobs(*targets.values()) == dict.fromkeys(expected, 1)
     shown = project.snakemake("-n", "-p", *targets.values()).stdout
+    assert re.search(r"cellmill predict_changes .* --labels cell_type --out", shown)
     for name, script in zip(targets, ("cell_bridge", "cell2_bridge")):
         assert re.search(
             rf"Shell command: python \S+/workflow/bridges/{script}\.py --changes results/runs/tiny/changes/sim\.h5ad "
