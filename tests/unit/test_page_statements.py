@@ -13,8 +13,8 @@ from reported import make_row, make_run, write
 from cellmill.config.options import ReportOptions
 from cellmill.errors import DataError
 from cellmill.report.collect import ReportedRun, read_run
-from cellmill.report.drawing.cell_counts import draw_confusion
-from cellmill.report.drawing.curves import StepValues, draw_losses
+from cellmill.report.drawing.cell_counts import make_confusion_chart
+from cellmill.report.drawing.curves import StepValues, make_loss_chart
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.page import render
@@ -124,7 +124,7 @@ def test_the_page_names_the_folder_of_its_pictures(tmp_path: Path) -> None:
 def test_losses_of_training_are_dashed_without_validation(has_validation: bool) -> None:
     points: StepValues = [(1, 2.0), (2, 1.0)]
     validation = points if has_validation else []
-    chart = draw_losses("Loss", {"a": {"training": points, "validation": validation}})
+    chart = make_loss_chart("Loss", {"a": {"training": points, "validation": validation}})
     svg = draw_svg(chart.full_spec | {"width": 300, "data": {"values": chart.rows}}, 0)
     lines = re.findall(r'<path[^>]*stroke="#4e79a7"[^>]*stroke-dasharray="([^"]*)"', svg)
     assert set(lines) == ({"3,3", "1,0"} if has_validation else {"3,3"})
@@ -135,7 +135,7 @@ def test_losses_of_training_are_dashed_without_validation(has_validation: bool) 
 def test_a_label_with_a_carriage_return_is_one_cell(tmp_path: Path) -> None:
     labels = ["\r=1+1", "B\rcell", 'a,"b"\n', "-x"]
     charts = PageCharts()
-    charts.add(draw_confusion("c", labels, np.eye(4, dtype=int).tolist()))
+    charts.add(make_confusion_chart("c", labels, np.eye(4, dtype=int).tolist()))
     charts.save(tmp_path)
     with open(tmp_path / "001_c.csv", encoding="utf-8", newline="") as file:
         rows = [*csv.DictReader(file)]

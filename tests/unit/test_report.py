@@ -37,14 +37,14 @@ from cellmill.errors import DataError
 from cellmill.evaluate.run import describe_result
 from cellmill.evaluate.scores import ScoreColumn, tabulate
 from cellmill.files import user_cache
-from cellmill.report.checkpoints import draw_checkpoints
+from cellmill.report.checkpoints import make_checkpoint_charts
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
 from cellmill.report.drawing import page_charts
-from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
-from cellmill.report.drawing.curves import draw_curves, draw_losses
+from cellmill.report.drawing.cell_counts import make_confusion_chart, make_histogram_chart
+from cellmill.report.drawing.curves import make_curves_chart, make_loss_chart
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.png import shrink_png
-from cellmill.report.drawing.umap import draw_umap, find_max_cells, list_categories
+from cellmill.report.drawing.umap import find_max_cells, list_categories, make_umap_chart
 from cellmill.report.overview import summarise_behind
 from cellmill.report.page import load_scripts, render
 from cellmill.report.schemas import CostSchema, LoggedLineSchema, PlanSchema, RunRecordSchema
@@ -54,8 +54,8 @@ from cellmill.report.text import to_text
 from cellmill.report.training import (
     compare_with_plan,
     describe_cost,
-    draw_losses_by_objective,
     list_step_values,
+    make_loss_charts,
 )
 from cellmill.runs import results
 from cellmill.runs.cost import Start
@@ -276,7 +276,7 @@ def test_nouns_agree_with_their_numbers(page: str) -> None:
     assert "a on d: nothing was scored, because every task was skipped (probe: no label)." in text
     assert "b on d: nothing was scored, because no task is configured." in text
     before = [1000, 1]
-    figure = draw_histogram("genes", range(3), before, before, "genes per cell")
+    figure = make_histogram_chart("genes", range(3), before, before, "genes per cell")
     assert figure.spec["encoding"]["x"]["title"] == "genes per cell (1 cell beyond)"
 
 
@@ -558,8 +558,8 @@ def test_one_evaluated_step_with_a_baseline_has_no_chart() -> None:
     scored = Evaluation({"d": make_dataset(probe=TaskResult(rows, "f"))}, {"step": 20})
     unscored = Evaluation({"d": make_dataset(probe=TaskResult(skipped="no label"))}, {"step": 10})
     run = ReportedRun("run", None, None, None, None, scored)
-    assert [*draw_checkpoints(replace(run, checkpoint_evaluations={10: unscored}), "d")] == []
-    [(_, chart)] = draw_checkpoints(replace(run, checkpoint_evaluations={10: scored}), "d")
+    assert [*make_checkpoint_charts(replace(run, checkpoint_evaluations={10: unscored}), "d")] == []
+    [(_, chart)] = make_checkpoint_charts(replace(run, checkpoint_evaluations={10: scored}), "d")
     assert [(row["name"], row["step"]) for row in chart.rows] == [
         ("embedding + kNN", 10),
         ("embedding + kNN", 20),
@@ -594,7 +594,7 @@ def test_a_chart_uses_the_colours_of_the_page(tmp_path: Path) -> None:
         }
     }
     drawn = PageCharts()
-    shown = drawn.add(draw_losses("Loss, =1+1", series))
+    shown = drawn.add(make_loss_chart("Loss, =1+1", series))
     assert shown.startswith("<figure")
     assert shown.count("<svg") == 1
     assert "currentColor" in shown
@@ -622,13 +622,13 @@ def umap_of(labels: Sequence[str], batches: Sequence[str]) -> UmapCells:
 
 
 def test_a_umap_shows_at_most_4000_cells() -> None:
-    figure = draw_umap("UMAP", umap_of(["B"] * 5000, [""] * 5000), ["B"])
+    figure = make_umap_chart("UMAP", umap_of(["B"] * 5000, [""] * 5000), ["B"])
     assert len(figure.rows) == 4000
     assert figure.rows[0] == {"x": 1.23, "y": 2.0, "label": 0, "held_out": 1}
     cells = umap_of([""] * 5, [*"baab", ""])
     assert list_categories(cells, "batch") == ["a", "b"]
-    assert len(draw_umap("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
-    drawn = draw_umap("UMAP", cells, ["a", "b"], "batch").rows
+    assert len(make_umap_chart("UMAP", cells, ["a", "b"], "batch", 2).rows) == 2
+    drawn = make_umap_chart("UMAP", cells, ["a", "b"], "batch").rows
     assert sorted(row["batch"] for row in drawn) == [-1, 0, 0, 1, 1]
     many = umap_of(["B"] * 5000, ["a", "b"] * 2500)
     run = replace(of_tasks("run"), umap={"d": many})
@@ -642,7 +642,7 @@ def test_a_umap_shows_at_most_4000_cells() -> None:
 
 def test_a_batch_called_no_batch_has_a_colour_of_its_own() -> None:
     cells = umap_of([""] * 3, ["no batch", "b", ""])
-    spec = draw_umap("UMAP", cells, list_categories(cells, "batch"), "batch").spec
+    spec = make_umap_chart("UMAP", cells, list_categories(cells, "batch"), "batch").spec
     names = ["b", "no batch", "(no batch)"]
     assert spec["encoding"]["color"]["scale"]["domain"] == names
     assert spec["transform"][0]["from"]["data"]["values"] == [
@@ -652,7 +652,7 @@ def test_a_batch_called_no_batch_has_a_colour_of_its_own() -> None:
 
 def test_the_csv_of_a_umap_has_labels_instead_of_codes(tmp_path: Path) -> None:
     charts = PageCharts()
-    charts.add(draw_umap("UMAP", umap_of(["b", "", "a", "b"], [""] * 4), ["b", "a"]))
+    charts.add(make_umap_chart("UMAP", umap_of(["b", "", "a", "b"], [""] * 4), ["b", "a"]))
     charts.save(tmp_path)
     rows = [*csv.DictReader((tmp_path / "001_UMAP.csv").open())]
     assert [*rows[0]] == ["x", "y", "label", "held_out"]
@@ -663,8 +663,8 @@ def test_texts_that_a_spreadsheet_would_evaluate_are_quoted(tmp_path: Path) -> N
     charts = PageCharts()
     formulas = [f"{start}1+1" for start in page_charts.FORMULA_STARTS]
     labels = [*formulas, "1-1"]
-    charts.add(draw_umap("UMAP", umap_of(labels, [""] * len(labels)), labels))
-    charts.add(draw_curves("Curve", {"-1": [(1, -2.0)]}, "loss"))
+    charts.add(make_umap_chart("UMAP", umap_of(labels, [""] * len(labels)), labels))
+    charts.add(make_curves_chart("Curve", {"-1": [(1, -2.0)]}, "loss"))
     charts.save(tmp_path)
     cells = csv.DictReader((tmp_path / "001_UMAP.csv").open(newline=""))
     assert {row["label"] for row in cells} == {*(f"'{text}" for text in formulas), "1-1"}
@@ -681,7 +681,7 @@ def test_many_runs_are_drawn_with_fewer_points() -> None:
     points = [(step, 1.0) for step in range(1000)]
     for n_runs, shown in ((1, 334), (100, 92), (400, 49)):
         runs = {str(number): points for number in range(n_runs)}
-        rows = draw_curves("Loss", runs, "loss").rows
+        rows = make_curves_chart("Loss", runs, "loss").rows
         assert len(rows) == n_runs * shown
         assert rows[-1]["step"] == 999
 
@@ -689,21 +689,21 @@ def test_many_runs_are_drawn_with_fewer_points() -> None:
 @pytest.mark.parametrize("n_points", [1, 2, 399, 400, 401, 799, 800, 801])
 def test_a_curve_has_at_most_400_points(n_points: int) -> None:
     points = [(float(step), 1.0) for step in range(n_points)]
-    rows = draw_curves("Loss", {"a": points}, "loss").rows
+    rows = make_curves_chart("Loss", {"a": points}, "loss").rows
     assert min(n_points, 200) <= len(rows) <= 400
     assert (rows[0]["step"], rows[-1]["step"]) == (0, n_points - 1)
 
 
 def test_a_histogram_leaves_out_the_tails() -> None:
     before = [1, 0, 500, 499, 0, 0, 1]
-    figure = draw_histogram("genes", range(8), before, before, "genes per cell")
+    figure = make_histogram_chart("genes", range(8), before, before, "genes per cell")
     assert [(row["from"], row["before"]) for row in figure.rows] == [(2, 500), (3, 499)]
     assert figure.spec["encoding"]["x"]["title"] == "genes per cell (2 cells beyond)"
-    assert len(draw_histogram("genes", range(4), [5, 0, 5], [0, 0, 5], "genes").rows) == 3
+    assert len(make_histogram_chart("genes", range(4), [5, 0, 5], [0, 0, 5], "genes").rows) == 3
 
 
 def test_confusion_is_shown_as_shares_of_the_true_class() -> None:
-    figure = draw_confusion("Confusion", ["A", EVIL], [[3, 1], [0, 5]])
+    figure = make_confusion_chart("Confusion", ["A", EVIL], [[3, 1], [0, 5]])
     assert figure.rows == [
         {"true": "A", "predicted": "A", "cells": 3, "share": 0.75},
         {"true": "A", "predicted": EVIL, "cells": 1, "share": 0.25},
@@ -988,7 +988,7 @@ def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:
     assert run.evaluation is not None
     evaluation = replace(run.evaluation, model={"step": 20})
     run = replace(run, evaluation=evaluation, checkpoint_evaluations={10: evaluation})
-    [(_, chart)] = draw_checkpoints(run, "d")
+    [(_, chart)] = make_checkpoint_charts(run, "d")
     assert chart.rows[-1]["name"] == f"{GENES.name} (best baseline)"
     page = render("r", [run], [])
     table = page[page.index('aria-label="probe"') :]
@@ -1056,15 +1056,15 @@ def test_each_objective_has_a_chart_of_its_losses() -> None:
         ReportedRun(name, None, None, RunRecordSchema(options=of), None, None, logged=lines)
         for name, of in zip("abc", options)
     ]
-    first, second = draw_losses_by_objective(runs)
+    first, second = make_loss_charts(runs)
     assert (first.title, second.title) == ("Loss: cell decoding", "Loss: classification")
     assert first.spec["encoding"]["color"]["legend"] == {"values": ["a", "c"]}
     assert [row["name"] for row in second.rows] == ["b"]
-    [alone] = draw_losses_by_objective(runs[:1])
+    [alone] = make_loss_charts(runs[:1])
     assert alone.title == "Loss"
     assert alone.spec["encoding"]["color"]["legend"] is None
     unknown = ReportedRun("d", None, None, None, None, None, logged=lines)
-    assert [chart.title for chart in draw_losses_by_objective([*runs[:1], unknown])] == [
+    assert [chart.title for chart in make_loss_charts([*runs[:1], unknown])] == [
         "Loss: cell decoding",
         "Loss: unknown objective",
     ]
@@ -1079,8 +1079,8 @@ def test_the_note_on_losses_needs_a_chart_of_losses(key: str, has_note: bool) ->
 
 def test_runs_without_points_are_not_in_the_legend() -> None:
     points = [(1, 2.0), (2, 1.0)]
-    curves = draw_curves("lr", {"a": points, "b": [], "c": points}, "lr")
-    losses = draw_losses("Loss", {"a": {"training": points}, "b": {"training": []}, "c": {}})
+    curves = make_curves_chart("lr", {"a": points, "b": [], "c": points}, "lr")
+    losses = make_loss_chart("Loss", {"a": {"training": points}, "b": {"training": []}, "c": {}})
     legends = [chart.spec["encoding"]["color"]["legend"] for chart in (curves, losses)]
     assert legends == [{"values": ["a", "c"]}, {"values": ["a"]}]
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
-from cellmill.report.drawing.curves import StepValues, draw_curves
+from cellmill.report.drawing.curves import StepValues, make_curves_chart
 from cellmill.report.text import to_words
 from cellmill.runs.results import Evaluation
 
 
-def draw_checkpoints(run: ReportedRun, dataset_name: str) -> Iterator[tuple[str, Chart]]:
+def make_checkpoint_charts(run: ReportedRun, dataset_name: str) -> Iterator[tuple[str, Chart]]:
     """(heading, chart) of each task on a dataset that ranks its rows by a metric.
 
     A chart has a curve for each row of the model, over the steps of the evaluated checkpoints and
@@ -37,7 +37,7 @@ def draw_checkpoints(run: ReportedRun, dataset_name: str) -> Iterator[tuple[str,
         metric_words = to_words(metric)
         heading = f"{to_words(task)}: {metric_words} over steps"
         title = f"{run.name}, {dataset_name}, {heading}"
-        yield heading, draw_curves(title, curves, metric_words)
+        yield heading, make_curves_chart(title, curves, metric_words)
 
 
 def _list_scores_by_method(

@@ -16,13 +16,13 @@ from markupsafe import Markup
 from cellmill import __version__
 from cellmill.errors import DataError
 from cellmill.files import user_cache, write_text
-from cellmill.report.checkpoints import draw_checkpoints
+from cellmill.report.checkpoints import make_checkpoint_charts
 from cellmill.report.collect import ReportedCorpus, ReportedRun
-from cellmill.report.drawing.cell_counts import draw_confusion, draw_histogram
+from cellmill.report.drawing.cell_counts import make_confusion_chart, make_histogram_chart
 from cellmill.report.drawing.chart import colour
-from cellmill.report.drawing.curves import draw_scaling
+from cellmill.report.drawing.curves import make_scaling_chart
 from cellmill.report.drawing.page_charts import PageCharts
-from cellmill.report.drawing.umap import draw_umap, find_max_cells, list_categories
+from cellmill.report.drawing.umap import find_max_cells, list_categories, make_umap_chart
 from cellmill.report.overview import (
     RELATIONS,
     describe_missing,
@@ -55,9 +55,9 @@ from cellmill.report.text import (
 from cellmill.report.training import (
     compare_with_plan,
     describe_cost,
-    draw_logged_values,
-    draw_losses_by_objective,
     estimate_energy,
+    make_log_charts,
+    make_loss_charts,
 )
 from cellmill.runs.results import TOLERANCE
 
@@ -81,7 +81,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     describe_cost,
     estimate_energy,
     compare_with_plan,
-    draw_checkpoints,
+    make_checkpoint_charts,
     # results, rows and verdicts of a task
     list_columns,
     find_best_baselines,
@@ -95,10 +95,10 @@ a task's result.
 """
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     colour,
-    draw_confusion,
-    draw_histogram,
-    draw_scaling,
-    draw_umap,
+    make_confusion_chart,
+    make_histogram_chart,
+    make_scaling_chart,
+    make_umap_chart,
     list_categories,
 )
 """Functions that the templates call, by name: single charts, and their colours and categories."""
@@ -147,8 +147,8 @@ def render(
             behind_sentences=list_verdict_sentences(runs, "behind"),
             inconclusive_sentences=list_verdict_sentences(runs, "level", "undecided"),
             # charts
-            loss_charts=[*draw_losses_by_objective(runs)],
-            logged_charts=[*draw_logged_values(runs)],
+            loss_charts=[*make_loss_charts(runs)],
+            logged_charts=[*make_log_charts(runs)],
             histogram_names=HISTOGRAMS,
             max_umap_cells=find_max_cells(sum(len(run.umap) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),

@@ -7,7 +7,7 @@ import numpy as np
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.drawing.chart import Chart
-from cellmill.report.drawing.curves import StepValues, draw_curves, draw_losses
+from cellmill.report.drawing.curves import StepValues, make_curves_chart, make_loss_chart
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
 from cellmill.report.text import to_text, to_words
 from cellmill.runs.cost import had_gpus
@@ -39,7 +39,7 @@ class ComparedQuantity(NamedTuple):
     measured: Any
 
 
-def draw_losses_by_objective(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
+def make_loss_charts(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """A chart for each objective with a logged loss.
 
     It has runs with other objectives too, without points, so that every run keeps its colour.
@@ -56,15 +56,15 @@ def draw_losses_by_objective(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
         if any(any(by_series.values()) for by_series in losses.values()):
             name = to_words(objective or "unknown objective")
             title = f"Loss: {name}" if len(objectives) > 1 else "Loss"
-            yield draw_losses(title, losses)
+            yield make_loss_chart(title, losses)
 
 
-def draw_logged_values(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
+def make_log_charts(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
     """A chart for each of CURVES that any run logged."""
     for key, name in CURVES.items():
         curves = {run.name: list_step_values(run.logged, key) for run in runs}
         if any(curves.values()):
-            yield draw_curves(name[0].upper() + name[1:], curves, name)
+            yield make_curves_chart(name[0].upper() + name[1:], curves, name)
 
 
 def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:

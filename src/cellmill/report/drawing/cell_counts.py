@@ -10,7 +10,7 @@ from cellmill.report.text import with_noun
 TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
 
 
-def draw_histogram(
+def make_histogram_chart(
     title: str,
     edges: Sequence[float],
     before_qc: Sequence[int],
@@ -47,7 +47,9 @@ def draw_histogram(
     return Chart(title, rows, spec)
 
 
-def draw_confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Chart:
+def make_confusion_chart(
+    title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]
+) -> Chart:
     """A confusion matrix: of the cells of each true class, the share with each predicted class.
 
     `counts` are numbers of cells, (true classes, predicted classes). Pairs of classes

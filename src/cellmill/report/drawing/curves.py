@@ -32,7 +32,7 @@ HEADROOM_FRAC = 0.05  # space above the highest value, as a fraction of the rang
 LOG_RATIO = 5  # the y axis is logarithmic if the highest loss is more than this times the lowest
 
 
-def draw_curves(title: str, curves: Mapping[str, StepValues], y_title: str) -> Chart:
+def make_curves_chart(title: str, curves: Mapping[str, StepValues], y_title: str) -> Chart:
     """Values over steps: a line for each of `curves`, which are by name."""
     rows = []
     for name, points in curves.items():
@@ -40,7 +40,7 @@ def draw_curves(title: str, curves: Mapping[str, StepValues], y_title: str) -> C
     return Chart(title, rows, {"height": CURVES_HEIGHT, **_make_lines([*curves], y_title, rows)})
 
 
-def draw_losses(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]]) -> Chart:
+def make_loss_chart(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]]) -> Chart:
     """Losses of training (dashed) and validation over steps, in a colour for each run.
 
     `losses_by_run` has the series `training` and `validation` of each run.
@@ -95,7 +95,7 @@ def _make_lines(names: Sequence[str], y_title: str, rows: Sequence[ChartRow]) ->
     return spec
 
 
-def draw_scaling(title: str, scaling: Scaling) -> Chart:
+def make_scaling_chart(title: str, scaling: Scaling) -> Chart:
     """Means and standard deviations over sizes, with a line for each curve of `scaling`.
 
     Power laws are dashed, the best baseline is dotted.

@@ -47,7 +47,7 @@ def list_categories(cells: UmapCells, column: str = "label") -> list[str]:
     return sorted(counts, key=lambda text: (-counts[text], text))
 
 
-def draw_umap(
+def make_umap_chart(
     title: str,
     cells: UmapCells,
     categories: Sequence[str],
@@ -97,7 +97,7 @@ def draw_umap(
 
 
 def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
-    """A chart of `draw_umap` as a standalone SVG, with coordinates in pixels to `decimals`.
+    """A chart of `make_umap_chart` as a standalone SVG, with coordinates in pixels to `decimals`.
 
     `spec` has no data.
     """
