@@ -39,7 +39,7 @@ CURVES = [
 ]
 SCALING = {
     "axis": "a",
-    "quantity": "cells",
+    "quantity": "cells",  # as earlier versions called the size column
     "measure": {"dataset": "", "task": "validation", "row": "model", "metric": "val_loss"},
     "curves": CURVES,
     "baseline": {"name": "b", "value": 1},

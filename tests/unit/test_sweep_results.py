@@ -75,7 +75,7 @@ def test_runs_of_a_sweep_share_one_table(tmp_path: Path) -> None:
     }  # fmt: skip
     loss, probe, entropy = json.loads((out.parent / "curves.json").read_text())["scalings"]
     assert entropy["measure"]["metric"] == "cross_entropy", "what is alike in all runs has no curve"
-    assert (probe["quantity"], probe["baseline"]) == (
+    assert (probe["size_column"], probe["baseline"]) == (
         "cells",
         {"name": "PCA50 + kNN", "value": pytest.approx(0.7)},
     )
@@ -107,7 +107,7 @@ def test_fractions_are_the_sizes_if_numbers_of_cells_are_unknown() -> None:
         columns = {TRAIN_FRAC: train_frac, "cells": None, "parameters": None}
         rows.append(SweepRow(columns, LOSS, "model", 2.0))
     [scaling] = make_scalings(rows, [TRAIN_FRAC])
-    assert scaling.quantity == TRAIN_FRAC
+    assert scaling.size_column == TRAIN_FRAC
     assert [point.size for point in scaling.curves[0].points] == [0.5, 1.0]
 
 
@@ -255,7 +255,7 @@ def test_named_points_of_one_objective_are_sizes() -> None:
         run = ReportedRun(name, plan, None, None, None, None, logged=lines)
         rows += list_rows(run, {"width": name})
     [scaling] = make_scalings(rows, ["width"])
-    assert scaling.quantity == "parameters"
+    assert scaling.size_column == "parameters"
     assert [point.size for point in scaling.curves[0].points] == [10, 1000]
 
 
@@ -266,8 +266,8 @@ def test_an_incomplete_grid_has_the_curves_of_the_whole_one() -> None:
         rows.append(SweepRow(columns, LOSS, "model", lr))
     axes = ["train.lr", "model.hidden"]
     for part in (rows, rows[:3]):
-        quantities = [scaling.quantity for scaling in make_scalings(part, axes)]
-        assert quantities == ["train.lr", "parameters"]
+        columns = [scaling.size_column for scaling in make_scalings(part, axes)]
+        assert columns == ["train.lr", "parameters"]
 
 
 def test_values_of_one_size_are_not_averaged_as_seeds() -> None:

@@ -27,7 +27,7 @@ class Measure:
     metric: str
 
     @property
-    def column(self) -> TableColumn:
+    def table_column(self) -> TableColumn:
         """The column of the task's table that has the value."""
         return self.dataset, self.task, self.metric
 
@@ -40,7 +40,8 @@ LOSS = Measure(dataset="", task="validation", row=None, metric="lowest_val_loss"
 class SweepRow:
     """A row of results.csv: a value by which a run was judged."""
 
-    run_columns: JsonObject  # name, axes, sizes and costs of the run: equal in all its rows
+    # by column, the run's name, axes, sizes and costs: equal in all its rows
+    run_values: JsonObject
     measure: Measure
     kind: str  # kind of the method; model for a figure and for LOSS
     value: float
@@ -55,7 +56,7 @@ class SweepRow:
         LOSS and figures belong to no method: they are of the model, so that is their name and kind.
         """
         measure = self.measure
-        return self.run_columns | {
+        return self.run_values | {
             "dataset": measure.dataset,
             "task": measure.task,
             "name": measure.row or "model",
@@ -72,7 +73,7 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
     `axis_values` are the run's values of the options that the sweep varies, by option.
     """
     plan = run.plan or PlanSchema()
-    run_columns = {
+    run_values = {
         "run": run.name,
         **axis_values,
         "parameters": plan.parameters,
@@ -85,11 +86,11 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
     rows = []
     loss = run.lowest_val_loss
     if loss is not None:
-        rows.append(SweepRow(run_columns, LOSS, "model", loss, lower_is_better=True))
+        rows.append(SweepRow(run_values, LOSS, "model", loss, lower_is_better=True))
     if run.evaluation is not None:
         for dataset_name, task, result in run.evaluation.results():
             if result.skipped is None:  # a skipped task may have figures, such as its seconds
-                rows += _list_task_rows(run_columns, dataset_name, task, result)
+                rows += _list_task_rows(run_values, dataset_name, task, result)
     training_key = _make_training_key(run)
     return [replace(row, training_key=training_key) for row in rows]
 
@@ -106,7 +107,7 @@ def _make_training_key(run: ReportedRun) -> str:
 
 
 def _list_task_rows(
-    run_columns: JsonObject, dataset_name: str, task: str, result: TaskResult
+    run_values: JsonObject, dataset_name: str, task: str, result: TaskResult
 ) -> Iterator[SweepRow]:
     """Values of one task: of each ranked row, the metric that ranks it.
 
@@ -124,7 +125,7 @@ def _list_task_rows(
     for row, values in values_by_row:
         for metric, value in values.items():
             yield SweepRow(
-                run_columns,
+                run_values,
                 Measure(dataset_name, task, row.method.name, metric),
                 row.method.kind,
                 value,
@@ -134,4 +135,4 @@ def _list_task_rows(
             )
     if not result.rows:
         for metric, figure in list_figures(result).items():
-            yield SweepRow(run_columns, Measure(dataset_name, task, None, metric), "model", figure)
+            yield SweepRow(run_values, Measure(dataset_name, task, None, metric), "model", figure)

@@ -1,8 +1,14 @@
 """Scaling curves of a sweep: each measure over sizes, such as numbers of cells.
 
-An *axis* is an option that the sweep varies. Its *quantity* is the column of results.csv whose
-values are the sizes, the x values of the curves: `cells` for the fraction of the corpus,
-`parameters` for options that change only the size of the model, or else the axis itself.
+From rows of results.csv to curves:
+
+1. A *measure* is a value that each run has, such as the accuracy of one method in one task.
+2. An *axis* is an option that the sweep varies. Its *size column*, of results.csv, has the x values:
+   `cells` for the fraction of the corpus, `parameters` for options that change only the size of the
+   model, or else the axis itself.
+3. A *scaling* is a measure over an axis: a curve for each combination of values on the other axes,
+   with a point for each size, the mean over seeds.
+4. A law is fitted to each curve of the loss, if its sizes are amounts of data, model or training.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -11,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
 from cellmill.files import read_own_json
 from cellmill.report.schemas import make_damage_error
@@ -21,7 +27,7 @@ from cellmill.report.text import to_words
 
 SEED = "train.seed"
 TRAIN_FRAC = "stream.train_frac"
-LAW_QUANTITIES = ("cells", "parameters", TRAIN_FRAC, "train.steps", "train.epochs")
+LAW_COLUMNS = ("cells", "parameters", TRAIN_FRAC, "train.steps", "train.epochs")
 """Amounts of data, model or training. Over other numbers, such as rates, a power law has no meaning."""
 
 Key = TypeVar("Key", bound=Hashable)
@@ -32,7 +38,7 @@ RowsByMeasure = dict[Measure, list[SweepRow]]
 class SizePoint:
     """A point of a curve: mean and standard deviation over runs that differ only in their seeds."""
 
-    size: float  # the x value, in column `quantity` of the scaling
+    size: float  # the x value, from the scaling's size column
     mean: float
     sd: float | None  # None for a single run
     n: int  # number of runs
@@ -45,7 +51,7 @@ class ScalingCurve:
     # these axes and values, such as `model.hidden 64, train.lr 0.1`; empty without further axes
     name: str
     points: Annotated[list[SizePoint], Field(min_length=1)]  # sorted by size
-    law: Law | NoLaw | None  # only of LOSS, over one of LAW_QUANTITIES
+    law: Law | NoLaw | None  # only of LOSS, over one of LAW_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -61,17 +67,19 @@ class Scaling:
     """Curves of one measure over the sizes of one axis."""
 
     axis: str  # option that the sweep varies
-    quantity: str  # column of results.csv with the sizes, such as cells or parameters
+    # column of results.csv with the sizes, such as cells or parameters; `quantity` in files of
+    # earlier versions
+    size_column: Annotated[str, Field(validation_alias=AliasChoices("size_column", "quantity"))]
     measure: Measure
     curves: list[ScalingCurve]
     baseline: BestBaseline | None
 
     @property
     def x_title(self) -> str:
-        """The quantity, and the axis if it is another column: `parameters (model.layers)`."""
-        if self.quantity == self.axis:
+        """The size column, and the axis if it is another column: `parameters (model.layers)`."""
+        if self.size_column == self.axis:
             return self.axis
-        return f"{to_words(self.quantity)} ({self.axis})"
+        return f"{to_words(self.size_column)} ({self.axis})"
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ def read_sweep(path: Path) -> SweepCurves:
 
 
 def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
-    """A scaling for each axis with a quantity and each measure that `_choose_measures` returns.
+    """A scaling for each axis with a size column and each measure that `_choose_measures` returns.
 
     It has a curve for each combination of values on the other axes except seeds, and the best
     baseline of the measure's column.
@@ -104,14 +112,14 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
     scalings = []
     for axis in axes:
         other_axes = [name for name in axes if name not in (axis, SEED)]
-        quantity = _choose_quantity(rows, axis, other_axes)
-        if quantity is None:
+        size_column = _choose_size_column(rows, axis, other_axes)
+        if size_column is None:
             continue
         for measure in measures:
-            may_have_law = measure == LOSS and quantity in LAW_QUANTITIES
-            curves = _make_curves(by_measure[measure], axis, other_axes, quantity, may_have_law)
-            baseline = baselines.get(measure.column)
-            scalings.append(Scaling(axis, quantity, measure, curves, baseline))
+            may_have_law = measure == LOSS and size_column in LAW_COLUMNS
+            curves = _make_curves(by_measure[measure], axis, other_axes, size_column, may_have_law)
+            baseline = baselines.get(measure.table_column)
+            scalings.append(Scaling(axis, size_column, measure, curves, baseline))
     return scalings
 
 
@@ -163,7 +171,7 @@ def _find_best_measures(by_measure: RowsByMeasure) -> dict[TableColumn, Measure]
         means[measure] = sign * float(np.mean(_list_values(rows)))
     best: dict[TableColumn, Measure] = {}
     for measure in sorted(means, key=means.__getitem__, reverse=True):
-        best.setdefault(measure.column, measure)
+        best.setdefault(measure.table_column, measure)
     return best
 
 
@@ -171,20 +179,22 @@ def _list_values(rows: Sequence[SweepRow]) -> list[float]:
     return [row.value for row in rows]
 
 
-def _choose_quantity(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]) -> str | None:
-    """The quantity of an axis; None if it has no sizes, so that no curve is drawn over it.
+def _choose_size_column(
+    rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]
+) -> str | None:
+    """The size column of an axis; None if it has no sizes, so that no curve is drawn over it.
 
     It is `cells` for fractions of the corpus. It is `parameters` if the axis changes the size of
     the model and not what it learns. Otherwise it is the axis, if its values are numbers. Seeds,
     and an axis with a single value, have none.
     """
-    if axis == SEED or len({str(row.run_columns[axis]) for row in rows}) < 2:
+    if axis == SEED or len({str(row.run_values[axis]) for row in rows}) < 2:
         return None
-    if axis == TRAIN_FRAC and all(row.run_columns["cells"] is not None for row in rows):
+    if axis == TRAIN_FRAC and all(row.run_values["cells"] is not None for row in rows):
         return "cells"
     if _is_axis_of_sizes(rows, axis, other_axes):
         return "parameters"
-    types = {type(row.run_columns[axis]) for row in rows}
+    types = {type(row.run_values[axis]) for row in rows}
     return axis if types <= {int, float} else None
 
 
@@ -196,7 +206,7 @@ def _is_axis_of_sizes(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[
     """
     has_several = False
     for group in _group(rows, lambda row: _list_values_on(row, other_axes)).values():
-        sizes = {(str(row.run_columns[axis]), row.run_columns["parameters"]) for row in group}
+        sizes = {(str(row.run_values[axis]), row.run_values["parameters"]) for row in group}
         numbers = {n_parameters for _, n_parameters in sizes}
         values = {value for value, _ in sizes}
         are_distinct = None not in numbers and len(sizes) == len(numbers) == len(values)
@@ -207,17 +217,17 @@ def _is_axis_of_sizes(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[
 
 
 def _list_values_on(row: SweepRow, axes: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(row.run_columns[axis] for axis in axes)
+    return tuple(row.run_values[axis] for axis in axes)
 
 
 def _make_curves(
     rows: Sequence[SweepRow],
     axis: str,
     other_axes: Sequence[str],
-    quantity: str,
+    size_column: str,
     may_have_law: bool,
 ) -> list[ScalingCurve]:
-    """A curve over `quantity` for each combination of values on `other_axes`.
+    """A curve over `size_column` for each combination of values on `other_axes`.
 
     A law is fitted to each curve if `may_have_law`.
     """
@@ -226,16 +236,16 @@ def _make_curves(
     for values, group in groups.items():
         law = None
         if may_have_law:
-            law = fit_law([row.run_columns[quantity] for row in group], _list_values(group))
+            law = fit_law([row.run_values[size_column] for row in group], _list_values(group))
         name = ", ".join(f"{other} {value}" for other, value in zip(other_axes, values))
-        curves.append(ScalingCurve(name, _average_over_seeds(group, axis, quantity), law))
+        curves.append(ScalingCurve(name, _average_over_seeds(group, axis, size_column), law))
     return curves
 
 
-def _average_over_seeds(rows: Sequence[SweepRow], axis: str, quantity: str) -> list[SizePoint]:
+def _average_over_seeds(rows: Sequence[SweepRow], axis: str, size_column: str) -> list[SizePoint]:
     """A point for each value of the axis, by ascending size. Two values may have one size."""
     points = []
-    groups = _group(rows, lambda row: (row.run_columns[quantity], str(row.run_columns[axis])))
+    groups = _group(rows, lambda row: (row.run_values[size_column], str(row.run_values[axis])))
     for (size, _), group in sorted(groups.items()):
         values = np.array(_list_values(group), np.float64)
         sd = float(values.std(ddof=1)) if len(values) > 1 else None
