@@ -47,7 +47,7 @@ def run(name: str, **tasks: TaskResult) -> ReportedRun:
 
 def first_line(runs: list[ReportedRun]) -> str:
     """The page's first sentences as text."""
-    [found] = re.findall(r'<p class="lead">(.*?)</p>', render("r", runs, []), re.DOTALL)
+    [found] = re.findall(r'<p class="summary">(.*?)</p>', render("r", runs, []), re.DOTALL)
     return " ".join(re.sub("<[^>]*>", "", found).split())
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_different_but_not_worse_prevents_best() -> None:
     ]
     [first, second] = list_standings(runs)
     assert [win.run for win in first.ranking.wins_over_leader] == ["second"]
-    assert (first.is_leader, second.is_leader) == (True, False)
+    assert (first.is_leader_or_tied, second.is_leader_or_tied) == (True, False)
     assert not first.is_called_best
     assert "first has the highest mean on d" in first_line(runs)
 
@@ -113,7 +113,7 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
         run("first", probe=result("f", [0.80, 0.82, 0.81]), few_shot=result("5", [0.7, 0.8])),
         run("second", probe=result("f", [0.81, 0.80, 0.81]), few_shot=result("5", [0.72, 0.79])),
     ]
-    assert [(one.is_leader, one.is_called_best) for one in list_standings(runs)] == [
+    assert [(one.is_leader_or_tied, one.is_called_best) for one in list_standings(runs)] == [
         (True, False)
     ] * 2
     shared = "over the tasks that all have (probe, few shot)"

@@ -761,7 +761,7 @@ def test_the_standing_names_the_best_run() -> None:
 
     runs = [run("a", 0.7, -0.2, -0.01), run("b", 0.9, 0.02, 0.2), run("c", 0.81, -0.1, 0.12)]
     found = list_standings(runs)
-    assert [one.is_leader for one in found] == [False, True, False]
+    assert [one.is_leader_or_tied for one in found] == [False, True, False]
     assert not any(one.is_called_best for one in found), (
         "no repetitions, so no interval between runs"
     )
@@ -779,7 +779,7 @@ def test_the_standing_names_the_best_run() -> None:
     ) in text_of(render("r", runs, []))
     # the digits that are shown are the same
     runs = [run("a", 0.8101, -0.1, 0.1), run("b", 0.81, -0.1, 0.1), run("c", 0.8094, -0.1, 0.1)]
-    assert [one.is_leader for one in list_standings(runs)] == [True, True, False]
+    assert [one.is_leader_or_tied for one in list_standings(runs)] == [True, True, False]
 
 
 def test_a_classifier_that_features_lack_is_a_dash() -> None:

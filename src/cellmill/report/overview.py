@@ -23,50 +23,48 @@ RELATIONS: dict[Outcome, str] = {
     "undecided": "undecided against",
 }
 """Words between a run and a baseline, by outcome, in the order of sentences and of the table of standings."""
-CERTAINTIES = {
-    True: "with a 95 % interval above 0",
-    False: "without an interval, because repetitions cannot be paired or do not vary, or the error over units is "
-    "unknown",
-}
-"""Words on notable differences between two runs, by whether they have an interval."""
+WITH_INTERVAL = "with a 95 % interval above 0"
+WITHOUT_INTERVAL = (
+    "without an interval, because repetitions cannot be paired or do not vary, or the error over units "
+    "is unknown"
+)
 
 
 @dataclass(frozen=True)
-class LeadText:
-    """Text on the run that leads on a dataset; of tied runs, the one with the highest mean.
+class DatasetHeadline:
+    """Text on the leading run of a dataset; of tied runs, the one with the highest mean.
 
-    The headline is one sentence in three parts, of which the page prints the first and the last in
-    bold: "A", "is best on D over the task that all have (probe):", "ahead of the best baseline,
-    PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
+    `names`, `claim` and `verdict` are one sentence: "A", "is best on D over the task that all have
+    (probe):", "ahead of the best baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
     """
 
     standing: Standing  # of the leader
-    headline_names: str  # the leader, or all tied runs, joined by "and"
-    headline_lead: str
-    headline_verdict: str
+    names: str  # the leader, or all tied runs, joined by "and"
+    claim: str
+    verdict: str
     outcomes_sentence: str
     better_runs_sentence: str  # empty if no run is better in a task
     numbers_sentence: str
     gap: Gap | None  # between a trivial method and a ceiling in the metric
 
 
-def list_leads(standings: Sequence[Standing]) -> list[LeadText]:
-    """Text on the lead on each dataset that has a leader."""
+def list_headlines(standings: Sequence[Standing]) -> list[DatasetHeadline]:
+    """The headline of each dataset that has a leader."""
     by_dataset: dict[str, list[Standing]] = {}
     for standing in standings:
-        if standing.is_leader:
+        if standing.is_leader_or_tied:
             by_dataset.setdefault(standing.dataset_name, []).append(standing)
-    return [_make_lead(tied) for tied in by_dataset.values()]
+    return [_make_headline(tied) for tied in by_dataset.values()]
 
 
-def _make_lead(tied: Sequence[Standing]) -> LeadText:
-    """Text on the run with the highest mean among `tied`, the leaders of a dataset."""
+def _make_headline(tied: Sequence[Standing]) -> DatasetHeadline:
+    """The headline on the run with the highest mean among `tied`, the leaders of a dataset."""
     standing = next(entry for entry in tied if entry.run.name == entry.ranking.leader)
-    return LeadText(
+    return DatasetHeadline(
         standing=standing,
-        headline_names=" and ".join(entry.run.name for entry in tied),
-        headline_lead=f"{_describe_lead(standing, is_tied=len(tied) > 1)}:",
-        headline_verdict=f"{_describe_verdict(standing)}{standing.result.effort_mark}.",
+        names=" and ".join(entry.run.name for entry in tied),
+        claim=f"{_describe_claim(standing, is_tied=len(tied) > 1)}:",
+        verdict=f"{_describe_verdict(standing)}{standing.result.effort_mark}.",
         outcomes_sentence=_describe_outcomes(standing),
         better_runs_sentence=_describe_better_runs(standing.ranking),
         numbers_sentence=_describe_numbers(standing),
@@ -74,7 +72,7 @@ def _make_lead(tied: Sequence[Standing]) -> LeadText:
     )
 
 
-def _describe_lead(standing: Standing, is_tied: bool) -> str:
+def _describe_claim(standing: Standing, is_tied: bool) -> str:
     """The words after the names: the dataset, the shared tasks, and how certain the lead is."""
     if standing.ranking.n_runs == 1:
         return f"on {standing.dataset_name}"
@@ -164,16 +162,15 @@ def _describe_better_runs(ranking: Ranking) -> str:
 
     Differences with an interval come first, then differences without one.
     """
-    sentences = []
-    for has_interval, certainty in CERTAINTIES.items():
-        wins = []
-        for win in ranking.wins_over_leader:
-            if win.difference.has_interval == has_interval:
-                wins.append(f"{win.run} in {to_words(win.task)} (+{win.difference.value:.3f})")
-        if wins:
-            better = f"Better than {ranking.leader} in single tasks"
-            sentences.append(f"{better}, {certainty}: {', '.join(wins)}.")
-    return " ".join(sentences)
+    wins: dict[str, list[str]] = {WITH_INTERVAL: [], WITHOUT_INTERVAL: []}
+    for win in ranking.wins_over_leader:
+        certainty = WITH_INTERVAL if win.difference.has_interval else WITHOUT_INTERVAL
+        wins[certainty].append(f"{win.run} in {to_words(win.task)} (+{win.difference.value:.3f})")
+    return " ".join(
+        f"Better than {ranking.leader} in single tasks, {certainty}: {', '.join(texts)}."
+        for certainty, texts in wins.items()
+        if texts
+    )
 
 
 def _describe_tasks(task_verdicts: Sequence[TaskVerdict], outcome: Outcome) -> str:

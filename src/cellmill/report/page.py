@@ -28,7 +28,7 @@ from cellmill.report.overview import (
     describe_missing,
     describe_unscored,
     group_by_advice,
-    list_leads,
+    list_headlines,
     list_verdict_sentences,
     summarise_behind,
 )
@@ -137,7 +137,7 @@ def render(
             # overview
             missing_sentence=describe_missing(runs),
             unscored_sentences=describe_unscored(runs),
-            leads=list_leads(standings),
+            headlines=list_headlines(standings),
             names_by_advice=group_by_advice(runs),
             standings=standings,
             outcomes=[*RELATIONS],

@@ -31,7 +31,7 @@ class Standing:
     distinct_steps: frozenset[int | None]
 
     @property
-    def is_leader(self) -> bool:
+    def is_leader_or_tied(self) -> bool:
         """True if the run has the highest mean score, or is tied with the run that has."""
         return self.run.name in (self.ranking.leader, *self.ranking.tied)
 
@@ -44,7 +44,7 @@ class Standing:
         """
         has_equal_steps = len(self.distinct_steps) == 1 and None not in self.distinct_steps
         is_clear = self.ranking.n_runs > 1 and self.ranking.is_clear
-        return self.is_leader and is_clear and has_equal_steps
+        return self.is_leader_or_tied and is_clear and has_equal_steps
 
     def count_verdicts(self, outcome: Outcome) -> int:
         """Number of verdicts with this outcome."""
