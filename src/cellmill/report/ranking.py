@@ -13,8 +13,8 @@ The interval covers repetitions and units, which are mostly cells:
 - No file has the paired difference of two runs per unit. Each run has a standard error over units,
   of its difference from its best baseline. The larger known one of the two runs is an
   approximation. If both are unknown, the runs have no interval.
-- In leave_out this standard error is over cells, but the number of units is that of batches or
-  donors, which are fewer. So the interval is too wide there, not too narrow.
+- Where this standard error is over cells although units are fewer (`Difference.cells_se`), the
+  interval is too wide, not too narrow.
 
 The interval does not cover training seeds; a sweep over `train.seed` shows how much these matter.
 """
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple
 
-from cellmill.runs.results import TOLERANCE, DatasetResult, Difference, TaskResult
+from cellmill.runs.results import TOLERANCE, CellSelection, DatasetResult, Difference, TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
 
@@ -41,7 +41,7 @@ class TaskScore:
     # standard error over units of its difference from the best baseline; None if unknown
     units_se: float | None
     n_units: int | None = None  # None if the file does not count them
-    scored_cells: tuple[str, int] | None = None  # `evaluate.cells`, and the number of scored cells
+    cell_selection: CellSelection | None = None
 
 
 TaskAndMetric = tuple[str, str]
@@ -96,7 +96,7 @@ def score_tasks(dataset_result: DatasetResult) -> Scores:
             # the file's key is cells_se; its units are mostly cells
             units_se=None if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
-            scored_cells=dataset_result.scored_cells,
+            cell_selection=dataset_result.cell_selection,
         )
     return scores
 
@@ -145,11 +145,11 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         any(difference.value < 0 and difference.has_interval for difference in differences.values())
         for differences in differences_by_run.values()
     )
-    # all scores of a run have the same scored cells
-    scored_cells = {scores[shared_keys[0]].scored_cells for scores in scores_by_run.values()}
+    # all scores of a run have the same cell selection
+    selections = {scores[shared_keys[0]].cell_selection for scores in scores_by_run.values()}
     return Ranking(
         n_runs=len(scores_by_run),
-        has_paired_runs=len(scored_cells) == 1,
+        has_paired_runs=len(selections) == 1,
         shared_tasks=[task for task, _ in shared_keys],
         leader=leader,
         tied=tied,
@@ -185,7 +185,8 @@ def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
 
     Empty if the runs are not paired, or differ in the number of repetitions.
     """
-    if score.scored_cells != other.scored_cells or len(score.repetitions) != len(other.repetitions):
+    are_paired = score.cell_selection == other.cell_selection
+    if not are_paired or len(score.repetitions) != len(other.repetitions):
         return []
     pairs = zip(score.repetitions, other.repetitions)
     return [a - b for a, b in pairs if a is not None and b is not None]

@@ -1,5 +1,4 @@
-"""Results of an evaluation. Tasks return these classes; metrics.json is written from them and read
-into them.
+"""Results of an evaluation. Tasks return these classes; metrics.json is written from and read into them.
 
 metrics.json has `format`, `model` (digest of model.safetensors, vocabulary_digest, step, objective,
 supervised_by), `fingerprint` of the training shards, the resolved `options`, and `datasets` by
@@ -32,6 +31,7 @@ FAST_MARK = " (effort fast)"
 MIN_UNITS = 3
 Kind = Literal["model", "variant", "baseline", "external", "ceiling", "probe"]
 Outcome = Literal["ahead", "level", "behind", "undecided"]
+CellSelection = tuple[str, int]  # `evaluate.cells`, and the number of scored cells
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Difference:
     mean: float
     low: float
     high: float
-    # standard error over units only, for runs of several pretraining seeds; units need not be cells
+    # standard error over units only; in leave_out over cells, although `n` counts batches or donors
     cells_se: float
     n: int | None = None  # independent units; None in results of earlier versions
 
@@ -398,8 +398,8 @@ class DatasetResult:
         return self.n_cells - self.n_scored - self.n_without_genes
 
     @property
-    def scored_cells(self) -> tuple[str, int]:
-        """`evaluate.cells`, and the number of scored cells. Runs that differ in it are not paired."""
+    def cell_selection(self) -> CellSelection:
+        """Equal for runs that count as paired: their cells are then taken for the same."""
         return self.cells, self.n_scored
 
 

@@ -1,6 +1,5 @@
 """Rows of results.csv: one for each run of a sweep and each value by which it was judged."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,8 +101,8 @@ def _make_training_key(run: ReportedRun) -> str:
     """
     options = run.options.content
     fingerprint = None if run.run_record is None else run.run_record.fingerprint
-    family = run.options.model.family
-    return json.dumps([family, options.get("objective"), options.get("tokens"), fingerprint])
+    sections = options.get("objective"), options.get("tokens")
+    return str([run.options.model.family, *sections, fingerprint])
 
 
 def _list_task_rows(
