@@ -40,12 +40,13 @@ function toCsvCell(value) {
   return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
-function toCsv({ columns, texts }) {
+function toCsv({ columns, textsByCode }) {
   const names = Object.keys(columns);
   const lines = [names];
   for (const row of listRows(columns)) {
-    // a column of codes has texts; code -1 is the last one
-    lines.push(names.map((name) => (name in texts ? texts[name].at(row[name]) : row[name])));
+    // a column of codes has texts; code -1 is the last one, as for `at`
+    const toValue = (name) => (name in textsByCode ? textsByCode[name].at(row[name]) : row[name]);
+    lines.push(names.map(toValue));
   }
   return lines.map((line) => line.map(toCsvCell).join(",")).join("\n") + "\n";
 }
@@ -109,8 +110,8 @@ function drawChartsOnScroll(charts) {
 
 // ---- tables
 
-// The first number of a cell, such as 1,200, 95 % or 0.912 ± 0.010; durations such as 12 min in
-// seconds; NaN for other texts.
+// The number at the beginning of a cell, such as 1,200, 95 % or 0.912 ± 0.010; durations such as
+// 12 min in seconds; NaN for other texts.
 function toNumber(text) {
   const [number, unit] = text.replaceAll(",", "").split(/\s+/);
   return number === "" ? NaN : Number(number) * (SECONDS[unit] ?? 1);

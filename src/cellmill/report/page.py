@@ -45,7 +45,7 @@ from cellmill.report.task_table import (
 )
 from cellmill.report.text import (
     abbreviate_classifiers,
-    flatten_and_join,
+    list_option_pairs,
     to_duration,
     to_percent,
     to_text,
@@ -75,7 +75,7 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     to_words,
     to_duration,
     to_percent,
-    flatten_and_join,
+    list_option_pairs,
     abbreviate_classifiers,
     # runs
     describe_cost,
@@ -155,7 +155,7 @@ def render(
             # style and scripts
             style=Markup(_read_asset("page.css")),
             scripts=load_scripts(),
-            script_hashes=hash_scripts(),
+            script_sources=make_script_sources(),
         )
     )
 
@@ -207,8 +207,8 @@ def load_scripts() -> Scripts:
 
 
 @cache
-def hash_scripts() -> str:
-    """`script-src` of the page's content security policy: it allows only the page's scripts."""
+def make_script_sources() -> str:
+    """Sources for `script-src` of the page's content security policy: only the page's scripts."""
     sources = []
     for script in load_scripts():
         digest = hashlib.sha256(script.encode()).digest()

@@ -35,19 +35,18 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
 
 
 class Grid(NamedTuple):
-    """Ranked rows by features and classifier. A row without a classifier is in the first column."""
+    """Ranked rows by features and classifier."""
 
     classifiers: list[str]  # columns
     rows: dict[str, dict[str, Row]]  # by features, then by classifier
-    # features whose row in the first column has no classifier: none was fitted
-    unfitted: list[str]
+    # features without a classifier, whose score is in the first column
+    without_classifier: list[str]
 
 
 def make_grid(result: TaskResult) -> Grid | None:
     """The grid of ranked rows; None unless some features have several classifiers.
 
-    None too if some features have a row without a classifier and one with the first: one place
-    cannot have both.
+    Also None if a score without a classifier and one with the first would share a cell.
     """
     rows: dict[str, dict[str, Row]] = {}
     for row in result.ranked_rows:
@@ -56,14 +55,14 @@ def make_grid(result: TaskResult) -> Grid | None:
         return None
     names = dict.fromkeys(chain.from_iterable(rows.values()))
     classifiers = [name for name in names if name]
-    unfitted = []
+    without_classifier = []
     for features, by_classifier in rows.items():
         if "" in by_classifier:
             if classifiers[0] in by_classifier:
                 return None
             by_classifier[classifiers[0]] = by_classifier.pop("")
-            unfitted.append(features)
-    return Grid(classifiers, rows, unfitted)
+            without_classifier.append(features)
+    return Grid(classifiers, rows, without_classifier)
 
 
 def find_best_row(rows: Iterable[Row], result: TaskResult) -> Row:

@@ -53,7 +53,7 @@ def abbreviate_classifiers(text: str) -> str:
     return text.replace("logistic regression", "LR")
 
 
-def flatten_and_join(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def list_option_pairs(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """(path, value) of nested options, such as `train.lr`. Lists are joined by commas."""
     for path, value in flatten_options(tree).items():
         if isinstance(value, list):

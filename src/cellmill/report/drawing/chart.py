@@ -37,8 +37,9 @@ class Chart:
     rows: Sequence[ChartRow]  # all that is drawn
     spec: Spec  # without the data
     is_umap: bool = False  # its thousands of marks are drawn as a bitmap
-    # Texts by code, for each column whose rows have codes. Code -1 is the last text.
-    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # For each column whose rows have codes, its texts in the order of the codes. Code -1 is the last
+    # one, as in Python's indexing.
+    texts_by_code: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> dict[str, list[Any]]:
@@ -50,7 +51,7 @@ class Chart:
     def csv_columns(self) -> dict[str, list[Any]]:
         """The columns with texts in place of codes."""
         columns = dict(self.columns)
-        for name, texts in self.texts.items():
+        for name, texts in self.texts_by_code.items():
             columns[name] = [texts[code] for code in columns[name]]
         return columns
 

@@ -122,7 +122,7 @@ class PageCharts:
                     "canvas": chart.is_umap,
                     "spec": chart.full_spec,
                     "columns": chart.columns,
-                    "texts": chart.texts,
+                    "textsByCode": chart.texts_by_code,
                 }
             )
         text = json.dumps(

@@ -93,7 +93,7 @@ def make_umap_chart(
     spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
     spec["encoding"]["color"]["scale"] = {"domain": legend_names, "range": legend_colours}
     spec["encoding"]["tooltip"][0]["title"] = column
-    return Chart(title, rows, spec, is_umap=True, texts={column: [*categories, ""]})
+    return Chart(title, rows, spec, is_umap=True, texts_by_code={column: [*categories, ""]})
 
 
 def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
