@@ -30,9 +30,9 @@ class Gain(NamedTuple):
 
 
 ACCURACY_DEFICITS = {"masked_gene": "0.11 to 0.34", "masked_value": "0.12 to 0.33"}
-"""By how much the accuracy on whole cells was below that of logistic regression on all genes.
+"""Differences in the accuracy on whole cells, by weak objective: logistic regression on all genes was higher.
 
-By weak objective, from rows encoder2-masked-gene and -masked-value of benchmarks/quality.tsv at
+They are from rows encoder2-masked-gene and -masked-value of benchmarks/quality.tsv at
 commit 138e3a42, for PBMC, MERFISH and CellBench. On Papalexi both were above logistic regression.
 """
 REPLACEMENT_OBJECTIVES = {

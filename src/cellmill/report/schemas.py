@@ -1,7 +1,8 @@
 """Schemas of the JSON files that the page reads. A file is checked when it is read.
 
-A schema has the keys that the page, or the card of a pushed model, reads by name. A file may have
-further keys. Keys with a default may be absent.
+A schema has the keys that the page, or the card of a pushed model, reads by name. Where the key of
+the file has another name, the field's `alias` is that. A file may have further keys. Keys with a
+default may be absent.
 """
 
 from pathlib import Path

@@ -156,7 +156,8 @@ def _round_to_two_digits(value: Any) -> Any:
 def estimate_energy(run: ReportedRun) -> float | None:
     """Energy of a run's training in kWh; None if power or the time in training steps is unknown.
 
-    It is the mean power of all GPUs together, multiplied by the time spent in training steps.
+    It is the power of all GPUs together, as the mean over logged lines, multiplied by the time spent
+    in training steps. If the number of GPUs changed between starts, lines still count equally.
     """
     watts = [sum(line.gpu_power_w) for line in run.logged if line.gpu_power_w]
     seconds = run.totals.get("training_s")

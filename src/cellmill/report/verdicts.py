@@ -12,8 +12,8 @@ WHOLE_CELL_METRICS = {
 }
 """Name of the accuracy on whole cells in each task that has it.
 
-The last two tasks measure it on fewer cells than `probe`, so the verdict of `probe` stands for
-theirs.
+The last two tasks measure it on fewer cells than `probe`. One verdict stands for all: of `probe`,
+or without it of the first task in the file.
 """
 
 

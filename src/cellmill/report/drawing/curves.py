@@ -22,8 +22,7 @@ StepValues = list[tuple[float, float]]
 """Points (step, value) of a curve."""
 MAX_POINTS = 400  # per curve
 MIN_POINTS = 50  # per curve, however many curves the chart has
-# all curves of a chart together; MIN_POINTS takes precedence
-MAX_CHART_POINTS = 10_000
+MAX_CHART_POINTS = 10_000  # all curves of a chart together, unless each has MIN_POINTS
 LAW_POINTS = 40  # points on the curve of a power law
 TITLE_WIDTH = 32  # characters in a line of the title of a y axis
 CURVES_HEIGHT = 210  # pixels
@@ -67,7 +66,8 @@ def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[C
     A long curve keeps every n-th point and its last one. The more curves the chart has, the fewer
     points each keeps.
     """
-    max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_CHART_POINTS // n_curves))
+    share = MAX_CHART_POINTS // n_curves
+    max_points = min(MAX_POINTS, max(MIN_POINTS, share))
     # the last point is kept too, whatever the stride
     stride = max(1, math.ceil((len(points) - 1) / (max_points - 1)))
     thinned = [*points[:-1:stride], *points[-1:]]

@@ -1,7 +1,8 @@
 """UMAPs: the chart, and its static picture.
 
 vl-convert would draw thousands of cells slowly. It draws only the frame (titles of axes, legend),
-once for all UMAPs with equal specifications. The cells are added here.
+once for all UMAPs with equal specifications. The cells are added here, behind the path of the
+frame's background.
 """
 
 import json
