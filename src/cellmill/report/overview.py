@@ -257,6 +257,5 @@ def summarise_behind(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
                 continue
             for verdict in result.verdicts:
                 if verdict.outcome == "behind":
-                    sentence = f"{dataset_name}: {verdict.sentence}"
-                    further_sentences.append((run.name, sentence))
+                    further_sentences.append((run.name, f"{dataset_name}: {verdict.sentence}"))
     return summaries + list(dict.fromkeys(further_sentences))

@@ -185,8 +185,9 @@ def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
 
     Empty if the runs are not paired, or differ in the number of repetitions.
     """
-    are_paired = score.cell_selection == other.cell_selection
-    if not are_paired or len(score.repetitions) != len(other.repetitions):
+    if score.cell_selection != other.cell_selection:
+        return []
+    if len(score.repetitions) != len(other.repetitions):
         return []
     pairs = zip(score.repetitions, other.repetitions)
     return [a - b for a, b in pairs if a is not None and b is not None]

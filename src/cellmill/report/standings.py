@@ -69,8 +69,9 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         if run.name in ranked_names:
             ranking = rankings[dataset_name]
             distinct_steps = frozenset(step_by_run[name] for name in ranked_names)
-            standing = _make_standing(run, dataset_name, dataset_result, ranking, distinct_steps)
-            standings.append(standing)
+            standings.append(
+                _make_standing(run, dataset_name, dataset_result, ranking, distinct_steps)
+            )
     return standings
 
 

@@ -118,11 +118,10 @@ def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
 
 def _summarise_log(run: ReportedRun) -> dict[str, float | None]:
     """Quantities measured over all lines of metrics.jsonl, or in the last validation, by name."""
-    rates = _list_values(run, "cells_per_s")
     waits = _list_values(run, "data_wait_frac")
     mean_wait = sum(waits) / len(waits) if waits else None
     quantities = {
-        "highest cells/s": max(rates, default=None),
+        "highest cells/s": max(_list_values(run, "cells_per_s"), default=None),
         CURVES["data_wait_frac"]: mean_wait,
     }
     for key in ("effective_rank", "depth_r2", "batch_r2"):

@@ -66,8 +66,7 @@ def _list_line_rows(points: StepValues, n_curves: int, **columns: str) -> list[C
     A long curve keeps every n-th point and its last one. The more curves the chart has, the fewer
     points each keeps.
     """
-    share = MAX_CHART_POINTS // n_curves
-    max_points = min(MAX_POINTS, max(MIN_POINTS, share))
+    max_points = min(MAX_POINTS, max(MIN_POINTS, MAX_CHART_POINTS // n_curves))
     # the last point is kept too, whatever the stride
     stride = max(1, math.ceil((len(points) - 1) / (max_points - 1)))
     thinned = [*points[:-1:stride], *points[-1:]]

@@ -118,8 +118,9 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
         for measure in measures:
             may_have_law = measure == LOSS and size_column in LAW_COLUMNS
             curves = _make_curves(by_measure[measure], axis, other_axes, size_column, may_have_law)
-            baseline = baselines.get(measure.table_column)
-            scalings.append(Scaling(axis, size_column, measure, curves, baseline))
+            scalings.append(
+                Scaling(axis, size_column, measure, curves, baselines.get(measure.table_column))
+            )
     return scalings
 
 
@@ -151,10 +152,11 @@ def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
 
 def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
     """The best baseline in each column, of those that are the best of some run."""
-    candidates = {}
-    for measure, rows in by_measure.items():
-        if any(row.is_best_baseline for row in rows):
-            candidates[measure] = rows
+    candidates = {
+        measure: rows
+        for measure, rows in by_measure.items()
+        if any(row.is_best_baseline for row in rows)
+    }
     best = {}
     for column, measure in _find_best_measures(candidates).items():
         assert measure.row is not None  # figures have no baseline
