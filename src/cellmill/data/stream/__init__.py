@@ -8,13 +8,13 @@ A `Tokenizer` turns the genes of cells into tokens: `tokenizer` has its contract
 cellmill's classes, and `token_values` computes their values. `BatchTokenizer` chooses genes, calls the
 run's tokenizer and builds a batch from its tokens.
 
-- data rank, or rank: rank of a data-parallel process; lanes are divided among data ranks
+- data rank: rank of a data-parallel process; lanes are divided among data ranks. `ranks` are data ranks
 - packed: of cells, their genes and counts in few bits (`data.packing`), as in shards
 - part: the genes, or the counts, of a packed cell
 - span: consecutive cells of one shard, or their bytes
 - block, lane, window: how cells are shuffled and divided; `order` defines them
 - window number: windows of a lane are numbered from 0 in each epoch
-- rank window: window number k of every lane of a data rank, read into one buffer
+- window set: window number k of every lane of a data rank, read into one buffer
 - step: step of an epoch, from 0; a `global_step` counts the steps of earlier epochs too
 - order: the order of cells; the genes in a cell have a `gene_order`
 - stream order: by step, then by lane; cells of one lane as its windows shuffle them

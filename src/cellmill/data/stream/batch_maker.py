@@ -53,10 +53,10 @@ class BatchFields:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes the micro-batches of data rank `rank`."""
+    """Makes the micro-batches of a data rank."""
 
     micro_batch_rule: MicroBatchRule
-    rank: int
+    data_rank: int
     unpacker: CellUnpacker
     tokenizer: BatchTokenizer
     with_counts: bool
@@ -74,7 +74,7 @@ class BatchMaker:
         Every rank makes equally many in a step, so some may be empty.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
-        splits = self.micro_batch_rule.split_steps(n_tokens, group.cells_by_rank, self.rank)
+        splits = self.micro_batch_rule.split_steps(n_tokens, group.cells_by_rank, self.data_rank)
         filled = iter(self._make_filled(group.local_cells, splits.offsets, group.epoch))
         batches_by_step = []
         for n_filled, n_batches in zip(splits.n_filled, splits.n_batches):

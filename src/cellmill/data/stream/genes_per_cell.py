@@ -1,4 +1,4 @@
-"""Numbers of genes of the cells in the lanes of other ranks, each lane in the order of its steps.
+"""Numbers of genes of the cells in the lanes of other ranks, step after step in each lane.
 
 From these numbers every rank computes, at each step, how many micro-batches the other ranks make. One
 table with a row per lane holds them, so that a step costs a few numpy calls for any number of lanes.

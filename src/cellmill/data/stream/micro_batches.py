@@ -33,26 +33,29 @@ class MicroBatchRule:
     min_per_step: int = 1
     multiple_of: int = 1
 
-    def split_steps(self, n_tokens: np.ndarray, cells_by_rank: np.ndarray, rank: int) -> StepSplits:
-        """Split the cells of data rank `rank` in some steps.
+    def split_steps(
+        self, n_tokens: np.ndarray, cells_by_rank: np.ndarray, data_rank: int
+    ) -> StepSplits:
+        """Split the cells of a data rank in some steps.
 
         `n_tokens`, `(cells,)`, has the number of tokens of each cell of all ranks, by step and rank,
         and `cells_by_rank`, `(steps, ranks)`, the numbers of cells. Every rank counts the micro-batches
         of all ranks from them, so ranks agree on their number without communication.
         """
         # numbers of micro-batches that each rank fills greedily, (steps, ranks)
-        n_greedy_batches = count_greedy_batches(
+        n_greedy_by_rank = count_greedy_batches(
             n_tokens, cells_by_rank.ravel(), self.token_budget
         ).reshape(cells_by_rank.shape)
         # numbers of micro-batches on every rank, (steps,)
-        n_needed = np.maximum(n_greedy_batches.max(1), self.min_per_step)
+        n_needed = np.maximum(n_greedy_by_rank.max(1), self.min_per_step)
         n_batches: list[int] = (-(-n_needed // self.multiple_of) * self.multiple_of).tolist()
         # in `n_tokens`, this rank's cells of each step are starts:stops
-        stops = cells_by_rank.cumsum().reshape(cells_by_rank.shape)[:, rank]
-        starts = stops - cells_by_rank[:, rank]
+        stops = cells_by_rank.cumsum().reshape(cells_by_rank.shape)[:, data_rank]
+        starts = stops - cells_by_rank[:, data_rank]
         offsets = [0]  # these number only this rank's cells
         n_filled = []
-        steps = zip(starts.tolist(), stops.tolist(), n_greedy_batches[:, rank].tolist(), n_batches)
+        n_greedy_batches = n_greedy_by_rank[:, data_rank].tolist()
+        steps = zip(starts.tolist(), stops.tolist(), n_greedy_batches, n_batches)
         for start, stop, n_greedy, max_batches in steps:
             step_offsets = self._split_step(n_tokens[start:stop], n_greedy, max_batches)
             first_cell = offsets[-1]

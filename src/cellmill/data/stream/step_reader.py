@@ -1,8 +1,8 @@
 """Reading the cells of a data rank, step by step, with the numbers of cells and genes of all ranks.
 
-The next rank window is read while one is in use (`RankWindowQueue`). Small steps are yielded in groups,
+The next window set is read while one is in use (`WindowSetQueue`). Small steps are yielded in groups,
 which spreads Python's overhead over them. Cells stay packed until their micro-batches are made, and
-are copied only if their step spans rank windows.
+are copied only if their step spans window sets.
 
 How many cells a step takes of each lane is computed for many steps at once. Cells of other ranks are
 not read: only their numbers of genes are looked up, in the shards' index (`GenesPerCellQueue`).
@@ -20,9 +20,9 @@ from cellmill.data.packing.cell_file import PackedCellFile
 from cellmill.data.stream.genes_per_cell import GenesPerCellQueue
 from cellmill.data.stream.order import DataRank, OrderCache, OrderRule, lanes_of_ranks
 from cellmill.data.stream.windows import (
-    RankWindow,
     StreamCells,
     WindowReader,
+    WindowSet,
     count_genes,
     join_stream_cells,
 )
@@ -31,12 +31,12 @@ _STEPS_COUNTED_AT_ONCE = 256  # steps whose numbers of cells are computed togeth
 _MAX_GROUP_CELLS = 256  # small steps are yielded together, up to this number of cells
 
 
-class RankWindowQueue:
-    """Queue of rank windows: one in use, the others being read. Steps are taken in order."""
+class WindowSetQueue:
+    """Queue of window sets: one in use, the others being read. Steps are taken in order."""
 
-    def __init__(self, rank_windows: Iterator[RankWindow]) -> None:
-        self._rank_windows = rank_windows  # `next` starts to read a rank window
-        self._started: list[RankWindow] = []
+    def __init__(self, window_sets: Iterator[WindowSet]) -> None:
+        self._window_sets = window_sets  # `next` starts to read a window set
+        self._started: list[WindowSet] = []
 
     def take_group(self, global_step: int, cells_per_step: np.ndarray) -> tuple[int, StreamCells]:
         """Take the cells of `global_step`, and of following steps if they are small.
@@ -44,11 +44,11 @@ class RankWindowQueue:
         `cells_per_step`, `(steps,)`, has the number of cells of each step from `global_step` on. Returns
         the number of steps taken and their cells.
         """
-        # drop rank windows whose cells are all taken; start to read the next ones
+        # drop window sets whose cells are all taken; start to read the next ones
         self._started = [
             window for window in self._started if window.cells.global_steps[-1] >= global_step
         ]
-        self._started += islice(self._rank_windows, max(0, 2 - len(self._started)))
+        self._started += islice(self._window_sets, max(0, 2 - len(self._started)))
         n_steps = self._count_group_steps(global_step, cells_per_step)
         n_cells = int(cells_per_step[:n_steps].sum())
         return n_steps, self._take_cells(global_step, n_steps, n_cells)
@@ -56,7 +56,7 @@ class RankWindowQueue:
     def _count_group_steps(self, global_step: int, cells_per_step: np.ndarray) -> int:
         """Count the steps to take together, at least one.
 
-        Steps are added until the next one has cells in the second rank window, so that the group would
+        Steps are added until the next one has cells in the second window set, so that the group would
         be copied, or until the total would exceed `_MAX_GROUP_CELLS`.
         """
         if len(self._started) > 1:
@@ -67,12 +67,12 @@ class RankWindowQueue:
 
     def _take_cells(self, global_step: int, n_steps: int, n_cells: int) -> StreamCells:
         """Take the `n_cells` cells of `n_steps` steps from `global_step` on."""
-        pieces = []  # one per rank window that has some of the cells
+        pieces = []  # one per window set that has some of the cells
         n_left = n_cells
         index = 0
         while n_left:
             if index == len(self._started):  # lanes may end a window at different steps
-                self._started += islice(self._rank_windows, 1)
+                self._started += islice(self._window_sets, 1)
             assert index < len(self._started), "cells of a step are in no window"
             piece = self._started[index].take(global_step, n_steps)
             if len(piece.ids):
@@ -93,7 +93,7 @@ class StepGroup:
 
 
 class StepReader:
-    """Reads one data rank's cells in the order of `order_rule`, from any step on.
+    """Reads one data rank's cells in the order of `order_rule`, starting at any step.
 
     Attribute `lanes_by_rank`, `(ranks, lanes of a rank)`, has the lanes that each data rank reads.
     """
@@ -107,14 +107,17 @@ class StepReader:
     ):
         self._shards = shards
         self._order_rule = order_rule
-        rank, n_ranks = data_rank
-        self._rank = rank
-        self.lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, n_ranks)
+        self._data_rank = data_rank.rank
+        self.lanes_by_rank = lanes_of_ranks(order_rule.n_lanes, data_rank.n_ranks)
         # lanes of the other ranks, rank after rank
-        self._other_lanes = np.delete(self.lanes_by_rank, rank, axis=0).ravel()
+        self._other_lanes = np.delete(self.lanes_by_rank, self._data_rank, axis=0).ravel()
         self._orders = OrderCache(order_rule)
         self._window_reader = WindowReader(
-            shards, order_rule, self._orders, self.lanes_by_rank[rank].tolist(), io_threads
+            shards,
+            order_rule,
+            self._orders,
+            self.lanes_by_rank[self._data_rank].tolist(),
+            io_threads,
         )
 
     def close(self) -> None:
@@ -128,27 +131,27 @@ class StepReader:
         """
         # position in each lane of the first cell to read, `(lanes,)`
         lane_starts = self._order_rule.count_cells_before(first_step)
-        rank_windows = RankWindowQueue(self._window_reader.read_windows(first_epoch, lane_starts))
+        window_sets = WindowSetQueue(self._window_reader.read_windows(first_epoch, lane_starts))
         other_lanes = self._make_other_lanes_queue(first_epoch, lane_starts)
         for epoch, step, cells_by_lane in self._count_cells(first_epoch, first_step):
             first_global_step = epoch * self._order_rule.steps_per_epoch + step
             cells_by_rank = cells_by_lane[:, self.lanes_by_rank].sum(2)  # (steps, ranks)
             n_yielded = 0  # steps of `cells_by_lane`
             while n_yielded < len(cells_by_lane):
-                n_steps, local_cells = rank_windows.take_group(
-                    first_global_step + n_yielded, cells_by_rank[n_yielded:, self._rank]
+                n_steps, local_cells = window_sets.take_group(
+                    first_global_step + n_yielded, cells_by_rank[n_yielded:, self._data_rank]
                 )
                 in_group = slice(n_yielded, n_yielded + n_steps)
                 genes_per_cell = local_cells.packed.lengths
                 if len(self._other_lanes):
-                    genes_per_cell = self._join_ranks(
+                    genes_per_cell = self._merge_genes_per_cell(
                         genes_per_cell,
                         other_lanes,
                         cells_by_rank[in_group],
                         cells_by_lane[in_group],
                     )
                 yield StepGroup(epoch, genes_per_cell, cells_by_rank[in_group], local_cells)
-                del local_cells  # so that the next rank window can use its buffer again
+                del local_cells  # so that the next window set can use its buffer again
                 n_yielded += n_steps
 
     def _count_cells(self, epoch: int, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -200,14 +203,14 @@ class StepReader:
             epoch += 1
             first_number = 0
 
-    def _join_ranks(
+    def _merge_genes_per_cell(
         self,
         local_genes_per_cell: np.ndarray,
         other_lanes: GenesPerCellQueue,
         cells_by_rank: np.ndarray,
         cells_by_lane: np.ndarray,
     ) -> np.ndarray:
-        """Join the numbers of genes of the cells of all ranks in some steps, by step and rank.
+        """Merge the numbers of genes of the cells of all ranks in some steps, by step and rank.
 
         `local_genes_per_cell` has the numbers of this rank, by step. The others are taken from
         `other_lanes`. `cells_by_rank`, `(steps, ranks)`, and `cells_by_lane`, `(steps, lanes)`, are the
@@ -215,9 +218,11 @@ class StepReader:
         """
         pieces = []
         # this rank's first cell of each step after the first
-        first_local = np.cumsum(cells_by_rank[:-1, self._rank])
+        first_local = np.cumsum(cells_by_rank[:-1, self._data_rank])
         local_by_step = np.split(local_genes_per_cell, first_local)
-        n_lower = cells_by_rank[:, : self._rank].sum(1).tolist()  # cells of lower ranks, by step
+        n_lower = (
+            cells_by_rank[:, : self._data_rank].sum(1).tolist()
+        )  # cells of lower ranks, by step
         cells_by_other_lane = cells_by_lane[:, self._other_lanes]
         for local, n_before, lane_cells in zip(local_by_step, n_lower, cells_by_other_lane):
             others = other_lanes.take(lane_cells)

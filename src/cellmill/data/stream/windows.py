@@ -1,6 +1,6 @@
-"""Rank windows of shuffled cells, whose packed bytes are read by threads.
+"""Sets of windows of shuffled cells, whose packed bytes are read by threads.
 
-A rank window has window number k of every lane of a data rank. Its bytes are read in the order of the
+A window set has window number k of every lane of a data rank. Its bytes are read in the order of the
 files into one buffer. Index arrays list its cells in stream order, so shuffling moves no data, and the
 cells of a step are one slice. The memory of a buffer is used again (`recycled_empty`).
 """
@@ -28,13 +28,13 @@ from cellmill.data.rows import (
 )
 from cellmill.data.stream.order import CellSpans, EpochOrder, OrderCache, OrderRule
 
-# about how many tasks read a rank window: each costs time to submit. A task reads from one shard, so
-# a rank window over many shards has more
+# about how many tasks read a window set: each costs time to submit. A task reads from one shard, so
+# a window set over many shards has more
 _TARGET_TASKS = 32
 
 
 class ByteSpans(NamedTuple):
-    """Bytes of spans of packed cells, in their shards and in a rank window's buffer.
+    """Bytes of spans of packed cells, in their shards and in a window set's buffer.
 
     Arrays are `(spans,)` int64.
     """
@@ -42,7 +42,7 @@ class ByteSpans(NamedTuple):
     shards: np.ndarray  # number of the shard in its split
     starts: np.ndarray  # first byte in the shard's packed bytes
     stops: np.ndarray  # byte after the last
-    buffer_starts: np.ndarray  # position of the first byte in the rank window's buffer
+    buffer_starts: np.ndarray  # position of the first byte in the window set's buffer
 
     def split_by_shard(self, max_spans: int) -> Iterator[ByteSpans]:
         """Yield at most `max_spans` spans of one shard at a time, in the order of the shard's bytes."""
@@ -79,9 +79,9 @@ class StreamCells:
 
 
 def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
-    """Copy cells of some steps from several rank windows into one buffer, in stream order.
+    """Copy cells of some steps from several window sets into one buffer, in stream order.
 
-    `pieces`, one per rank window, may be an empty list: a data rank may have no cells in these steps.
+    `pieces`, one per window set, may be an empty list: a data rank may have no cells in these steps.
     """
     empty = np.empty(0, np.int64)
     no_cells = PackedCells(np.empty(0, np.uint8), empty, empty, empty, empty)
@@ -96,7 +96,7 @@ def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
 
 
 @dataclass
-class RankWindow:
+class WindowSet:
     """Window number k of every lane of a data rank that has one. Reading its bytes may not have ended."""
 
     cells: StreamCells  # in stream order
@@ -111,7 +111,7 @@ class RankWindow:
         start, stop = np.searchsorted(self.cells.global_steps, global_steps).tolist()
         taken = self.cells.select(slice(start, stop))
         if len(taken.ids):
-            # the first call that takes cells waits for all bytes of the rank window
+            # the first call that takes cells waits for all bytes of the window set
             while self.reads:
                 self.reads.pop().result()
         return taken
@@ -139,7 +139,7 @@ def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
 
 
 class WindowReader:
-    """Reads the rank windows of the data rank that has `lanes`, with `io_threads` threads."""
+    """Reads the window sets of the data rank that has `lanes`, with `io_threads` threads."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class WindowReader:
         """Wait for the reads in progress, cancel the others, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def read_windows(self, epoch: int, lane_starts: np.ndarray) -> Iterator[RankWindow]:
-        """Start to read each rank window in turn, and yield it. Endless in training.
+    def read_windows(self, epoch: int, lane_starts: np.ndarray) -> Iterator[WindowSet]:
+        """Start to read each window set in turn, and yield it. Endless in training.
 
         Lane l begins at the window that has its cell at position `lane_starts[l]`. `lane_starts`,
         `(lanes,)`, has all lanes, also those of other ranks.
@@ -187,8 +187,8 @@ class WindowReader:
             epoch += 1
             lane_starts = np.zeros_like(lane_starts)
 
-    def _start_reading(self, order: EpochOrder, lanes: list[int], window_number: int) -> RankWindow:
-        """Start to read the rank window of number `window_number`, which `lanes` have."""
+    def _start_reading(self, order: EpochOrder, lanes: list[int], window_number: int) -> WindowSet:
+        """Start to read the window set of number `window_number`, which `lanes` have."""
         spans = CellSpans.join([order.window_spans(lane, window_number) for lane in lanes])
         byte_spans, packed = self._allocate(spans)
         max_spans = -(-len(spans.shards) // _TARGET_TASKS)
@@ -200,7 +200,7 @@ class WindowReader:
                     shard.read_bytes, task.starts, task.stops, task.buffer_starts, packed.memory
                 )
             )
-        return RankWindow(self._list_cells(order, lanes, window_number, spans, packed), reads)
+        return WindowSet(self._list_cells(order, lanes, window_number, spans, packed), reads)
 
     def _list_cells(
         self,
@@ -210,7 +210,7 @@ class WindowReader:
         spans: CellSpans,
         packed: PackedCells,
     ) -> StreamCells:
-        """List the cells of the rank window of number `window_number` in stream order.
+        """List the cells of the window set of number `window_number` in stream order.
 
         `spans` are the spans of its windows, lane after lane, and `packed` has their cells as they lie
         in the spans.
