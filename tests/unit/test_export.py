@@ -40,6 +40,9 @@ from tests.unit.limits import full_after
 LEVELS = {"kind": ("a", "b")}
 
 
+AUTOENCODER = {"family": "autoencoder", "objective": "cell_decoding"}
+
+
 CLASSIFY = {"objective": "classification", "label_column": "kind"}
 
 
@@ -291,6 +294,8 @@ def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ..
         ({"tokenizer": "binned"}, {"pooling": "cls"}),
         ({"tokenizer": "rank"}, {}),
         ({"tokenizer": "rank", "max_tokens": 3}, {}),
+        ({}, AUTOENCODER | {"latent": 6, "pooling": "cls"}),
+        ({}, AUTOENCODER | {"latent": None}),
     ],
     ids=[
         "profile",
@@ -298,6 +303,8 @@ def test_random_values_of_a_part_are_made_a_piece_at_a_time(shape: tuple[int, ..
         "encoder, binned, cls",
         "encoder, rank, mean",
         "short cells",
+        "autoencoder",
+        "autoencoder without a bottleneck",
     ],
 )
 def test_onnx_gives_the_models_vectors(tmp_path: Path, tokens: Any, model: Any) -> None:
@@ -344,7 +351,7 @@ def test_a_family_without_a_padded_form_is_refused(tmp_path: Path, capsys: Any) 
         )
         == 2
     )
-    expected = "family autoregressive cannot be exported to ONNX; families encoder and profile can"
+    expected = "family autoregressive cannot be exported to ONNX; families encoder, autoencoder and profile can"
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "m.onnx").exists()
 

@@ -8,6 +8,7 @@ options and the genes of the tokens in their order.
 
 import json
 import logging
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def write_onnx(folder: Path, out: Path) -> float:
     if type(model).embed_padded is Model.embed_padded or tokens.covariates:
         what = "tokens.covariates" if tokens.covariates else f"family {spec.model.family}"
         raise ConfigError(
-            f"{folder}: {what} cannot be exported to ONNX; families encoder and profile can, without covariates"
+            f"{folder}: {what} cannot be exported to ONNX; families encoder, autoencoder and profile can, without "
+            "covariates"
         )
     with atomic_path(out) as temporary:
         _trace(model, _draw_cells(tokens, vocabulary.n_genes, TRACED), temporary)
@@ -139,4 +141,6 @@ def _difference(session: Any, model: Model, genes: Tensor, values: Tensor) -> fl
     )
     with torch.no_grad():
         expected = model.embed(packed).numpy()
+    if found.shape != expected.shape:
+        return math.inf
     return float(np.abs(found - expected).max() / np.abs(expected).max())

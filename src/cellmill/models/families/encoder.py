@@ -200,9 +200,15 @@ class AutoencoderModel(EncoderModel):
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """Pool the states (T, H) to (C, vector_width) float32, through the bottleneck if there is one."""
         pooled = super().cell_vectors(states, prepared)
-        if self.config.latent is None:
-            return pooled
-        return self.bottleneck(pooled.to(states.dtype)).float()
+        return pooled if self.config.latent is None else self.narrow(pooled.to(states.dtype))
+
+    def embed_padded(self, token_ids: Tensor, values: Tensor) -> Tensor:
+        pooled = super().embed_padded(token_ids, values)
+        return pooled if self.config.latent is None else self.narrow(pooled)
+
+    def narrow(self, pooled: Tensor) -> Tensor:
+        narrowed: Tensor = self.bottleneck(pooled).float()
+        return narrowed
 
 
 class ProfileModel(CellEncoder):
