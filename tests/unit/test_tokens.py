@@ -32,7 +32,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import token_values
 from cellmill.data.stream.batch import Batch, empty_batch
-from cellmill.data.stream.batch_tokenizer import BatchTokenizer, count_detected_and_undetected
+from cellmill.data.stream.batch_tokenizer import BatchTokenizer, count_tokens_by_kind
 from cellmill.data.stream.builtin_tokenizers import bin_counts
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
@@ -370,7 +370,7 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
             assert {*genes[:detected]} == {*by_variability[:detected]}
     tokens = Tokens.model_validate(options | {"max_tokens": 40})
     lengths = cells_of().lengths
-    with_counts, without_counts = count_detected_and_undetected(tokens, lengths, GENES)
+    with_counts, without_counts = count_tokens_by_kind(tokens, lengths, GENES)
     expected = with_counts + without_counts
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 
@@ -380,7 +380,7 @@ def test_a_fraction_of_zeros_loses_no_gene_to_rounding(percent: int) -> None:
     for max_tokens in (10, 100, 1000, 2048):
         tokens = Tokens.model_validate({"zero_frac": percent / 100, "max_tokens": max_tokens})
         lengths = np.arange(1, 3000)
-        n_detected, n_undetected = count_detected_and_undetected(tokens, lengths, 100_000)
+        n_detected, n_undetected = count_tokens_by_kind(tokens, lengths, 100_000)
         max_detected = max(1, max_tokens * (100 - percent) // 100)
         assert n_detected.tolist() == np.minimum(lengths, max_detected).tolist()
         expected = np.minimum(n_detected * percent // (100 - percent), max_tokens - n_detected)

@@ -32,12 +32,12 @@ def _round_down(numbers: Any) -> Any:
     return np.floor(np.round(numbers, 6))
 
 
-def _max_detected(options: Tokens) -> int:
-    """Return the largest number of tokens of detected genes in a cell."""
-    return max(1, int(_round_down(options.max_tokens * (1 - options.zero_frac))))
+def _max_detected_tokens(max_tokens: int, zero_frac: float) -> int:
+    """Return the largest number of tokens of detected genes in a cell, by options of `Tokens`."""
+    return max(1, int(_round_down(max_tokens * (1 - zero_frac))))
 
 
-def count_detected_and_undetected(
+def count_tokens_by_kind(
     options: Tokens, genes_per_cell: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count the tokens of detected and of undetected genes in each cell, `(cells,)` int64 each.
@@ -46,12 +46,14 @@ def count_detected_and_undetected(
     vocabulary. A fraction `zero_frac` of the tokens are of undetected genes.
     """
     zero_frac = options.zero_frac
-    n_detected = np.minimum(genes_per_cell, _max_detected(options))
+    max_detected_tokens = _max_detected_tokens(options.max_tokens, zero_frac)
+    n_detected_tokens = np.minimum(genes_per_cell, max_detected_tokens)
     if not zero_frac:
-        return n_detected, np.zeros_like(n_detected)
-    n_undetected = _round_down(n_detected * zero_frac / (1 - zero_frac)).astype(n_detected.dtype)
-    max_undetected = np.minimum(n_genes - genes_per_cell, options.max_tokens - n_detected)
-    return n_detected, np.minimum(n_undetected, max_undetected)
+        return n_detected_tokens, np.zeros_like(n_detected_tokens)
+    n_wanted = _round_down(n_detected_tokens * zero_frac / (1 - zero_frac))
+    n_left = options.max_tokens - n_detected_tokens
+    max_undetected_tokens = np.minimum(n_genes - genes_per_cell, n_left)
+    return n_detected_tokens, np.minimum(n_wanted.astype(n_left.dtype), max_undetected_tokens)
 
 
 def find_max_tokens_of_whole_cells(options: Tokens, genes_in_cell: int) -> int:
@@ -59,7 +61,7 @@ def find_max_tokens_of_whole_cells(options: Tokens, genes_in_cell: int) -> int:
     zero_frac = options.zero_frac
     # room for the undetected genes; counted up from there until no detected gene is left out
     max_tokens = genes_in_cell + int(_round_down(genes_in_cell * zero_frac / (1 - zero_frac)))
-    while _max_detected(options.model_copy(update={"max_tokens": max_tokens})) < genes_in_cell:
+    while _max_detected_tokens(max_tokens, zero_frac) < genes_in_cell:
         max_tokens += 1
     return max_tokens
 
@@ -114,7 +116,7 @@ class BatchTokenizer:
             tokenizer_options = options.model_copy(update={"max_tokens": _NO_LIMIT})
         self._tokenizer: Tokenizer = options.load()(tokenizer_options)
         self.dtype = self._tokenizer.dtype
-        self.max_detected_tokens = _max_detected(options)
+        self.max_detected_tokens = _max_detected_tokens(options.max_tokens, options.zero_frac)
 
     def max_genes_to_unpack(self, with_counts: bool) -> int | None:
         """Return how many genes of each cell `make_batch` needs, if it needs no counts.
@@ -135,10 +137,10 @@ class BatchTokenizer:
 
     def count_tokens(self, genes_per_cell: np.ndarray) -> np.ndarray:
         """Count the tokens of cells with `genes_per_cell` genes, `(cells,)` int64."""
-        n_detected, n_undetected = count_detected_and_undetected(
+        n_detected_tokens, n_undetected_tokens = count_tokens_by_kind(
             self._options, genes_per_cell, self._n_genes
         )
-        return n_detected + n_undetected
+        return n_detected_tokens + n_undetected_tokens
 
     def make_batch(
         self, cells: SparseCounts, cell_ids: np.ndarray, with_counts: bool = False, epoch: int = 0
@@ -158,16 +160,16 @@ class BatchTokenizer:
         """Make the batch of chosen detected genes, then drawn undetected genes, of each cell."""
         all_token_ids, all_values, _ = self._tokenizer.tokenize(cells)
         keys = self._compute_keys(cells, epoch)
-        n_detected, n_undetected = count_detected_and_undetected(
+        n_detected_tokens, n_undetected_tokens = count_tokens_by_kind(
             self._options, cells.lengths, self._n_genes
         )
-        chosen = self._choose_genes(cells, n_detected, keys)
-        undetected_genes = _draw_undetected(cells, n_undetected, keys, self._n_genes)
-        n_tokens = n_detected + n_undetected
+        chosen = self._choose_genes(cells, n_detected_tokens, keys)
+        undetected_genes = _draw_undetected(cells, n_undetected_tokens, keys, self._n_genes)
+        n_tokens = n_detected_tokens + n_undetected_tokens
         token_offsets = row_offsets(n_tokens)
         positions = positions_in_rows(token_offsets)
         # tokens of two detected genes and one undetected gene: True, True, False
-        is_detected = positions < np.repeat(n_detected, n_tokens)
+        is_detected = positions < np.repeat(n_detected_tokens, n_tokens)
         token_ids = np.empty(len(is_detected), np.int32)
         token_ids[is_detected] = all_token_ids[chosen]
         token_ids[~is_detected] = undetected_genes + len(SPECIAL)
