@@ -19,14 +19,14 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.finetune.method import load_method, trained_names
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
-from cellmill.models.export import initial_tensors, load_model
+from cellmill.models.export import initial_tensors, load_model, scale_vectors
 from cellmill.models.gene_vectors import TABLE, read_gene_vectors, read_vectors
 from cellmill.parallel.apply import freeze
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.measure.size import measure_size
 from cellmill.runs.identity import changed_keys, identity
 from cellmill.stages.training_inputs import digest_vectors
-from tests.models import prepare, random_cells, spec, train_options
+from tests.models import config_json, prepare, random_cells, spec, train_options
 from tests.unit.exported import save_model
 
 N_GENES = 60
@@ -310,6 +310,32 @@ def test_an_export_carries_the_vectors(tmp_path: Path) -> None:
     assert not taken[TABLE][2].any(), "a gene that the source does not know has no vector"
 
 
+def test_vectors_of_new_genes_are_on_the_scale_of_the_model(tmp_path: Path) -> None:
+    vectors = vectors_of()
+    vectors[20:] *= 10
+    path = write_npy(tmp_path / "a.npy", GENES[:45], vectors)
+    few = vocabulary(GENES[:25], SYMBOLS[:25])
+    theirs, _ = read_gene_vectors(path, few, DIM)
+    given = spec_of("encoder", n_genes=25)
+    source = build(given)
+    first = initial_tensors(source, 0, None, few, fixed={TABLE: theirs})
+    materialize(source, torch.device("cpu"), first)
+    save_model(tmp_path / "model", given, few, source.state_dict())
+    table, _ = read_gene_vectors(path, VOCABULARY, DIM)
+    scaled = scale_vectors(table, tmp_path / "model", VOCABULARY)
+    expected = torch.from_numpy(vectors) / np.sqrt(np.square(vectors[:25]).mean())
+    torch.testing.assert_close(scaled[2:47], expected.float())
+    assert not torch.allclose(table[2:27], theirs[2:])
+    torch.testing.assert_close(scaled[2:27], theirs[2:])
+    again, _ = read_gene_vectors(path, few, DIM)
+    assert torch.equal(scale_vectors(again, tmp_path / "model", few), theirs)
+    others = vocabulary([f"ENSG{i:011d}" for i in range(60, 70)], SYMBOLS[35:45])
+    table, _ = read_gene_vectors(
+        write_npy(tmp_path / "b.npy", SYMBOLS[35:45], vectors[:10]), others, DIM
+    )
+    assert torch.equal(scale_vectors(table, tmp_path / "model", others), table)
+
+
 def test_a_run_depends_on_the_vectors_not_their_path(tmp_path: Path) -> None:
     paths = [write_npy(tmp_path / name, GENES[:45], vectors_of()) for name in ("a.npy", "b.npy")]
     runs = [
@@ -328,6 +354,11 @@ def test_a_run_depends_on_the_vectors_not_their_path(tmp_path: Path) -> None:
         ConfigError, match=r"model\.gene_vector_dim is set, but no vectors; set model\.gene_vectors"
     ):
         digest_vectors(train_options(model={"gene_vector_dim": DIM}), None)
+    (tmp_path / "config.json").write_text(config_json())
+    with pytest.raises(ConfigError, match="or init_from to a model that has them"):
+        digest_vectors(train_options(model={"gene_vector_dim": DIM}), tmp_path)
+    (tmp_path / "config.json").write_text(config_json(model={"gene_vector_dim": DIM}))
+    assert digest_vectors(train_options(model={"gene_vector_dim": DIM}), tmp_path) is None
     paths[0].unlink()
     with pytest.raises(ConfigError, match=r"model\.gene_vectors: \S+a\.npy: no such file"):
         digest_vectors(runs[0], None)

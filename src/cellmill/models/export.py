@@ -314,6 +314,23 @@ def mean_gene_row(weights: Path, name: str) -> Tensor:
     return (total / (shape[0] - len(SPECIAL))).float()
 
 
+def scale_vectors(table: Tensor, folder: Path, vocabulary: Vocabulary) -> Tensor:
+    """Return the gene vectors `table` on the scale of those of the model in `folder`.
+
+    Both were divided by a root mean square over other genes; the factor is over the genes of both.
+    """
+    file = WeightsFile(folder / WEIGHTS)
+    if TABLE not in file.shapes or file.shapes[TABLE][1:] != table.shape[1:]:
+        return table  # `initial_tensors` refuses another width
+    rows = Vocabulary.read(folder / "vocabulary.tsv").rows_of(vocabulary.gene_ids)
+    known = torch.from_numpy(rows).long()
+    theirs = file.read(TABLE, ())[len(SPECIAL) :][known].double()
+    ours = table[len(SPECIAL) :].double()
+    is_shared = (known >= 0) & theirs.any(1) & ours.any(1)
+    norms = [vectors[is_shared].norm().item() for vectors in (theirs, ours)]
+    return table * (norms[0] / norms[1]) if is_shared.any() else table
+
+
 class _Source:
     """Tensors of an exported model, for a `model` with another `vocabulary` and other levels."""
 

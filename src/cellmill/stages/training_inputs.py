@@ -158,7 +158,8 @@ def digest_vectors(options: TrainOptions, init_from: Path | None) -> str | None:
     path = getattr(options.model, "gene_vectors", None)
     dim = getattr(options.model, "gene_vector_dim", None)
     if path is None:
-        if dim is not None and init_from is None:
+        stored = {} if init_from is None else read_model_config(init_from / "config.json")["model"]
+        if dim is not None and stored.get("gene_vector_dim") is None:
             raise ConfigError(
                 "model.gene_vector_dim is set, but no vectors; set model.gene_vectors to their file, or init_from to a "
                 "model that has them"

@@ -39,7 +39,12 @@ with importing():
     from cellmill.finetune.method import check_trains, load_method, trained_names
     from cellmill.launch.signals import StopFlag, die_with_parent
     from cellmill.models.build import ModelSpec, build
-    from cellmill.models.export import check_kept, initial_tensors, mean_gene_rows
+    from cellmill.models.export import (
+        check_kept,
+        initial_tensors,
+        mean_gene_rows,
+        scale_vectors,
+    )
     from cellmill.models.family import Model
     from cellmill.models.gene_vectors import TABLE, read_gene_vectors
     from cellmill.parallel.apply import parallelize
@@ -205,7 +210,7 @@ def build_model(
     path = getattr(options.model, "gene_vectors", None)
     if path is not None:
         table, n_found = read_gene_vectors(Path(path), vocabulary, options.model.gene_vector_dim)  # type: ignore[attr-defined]
-        fixed = {TABLE: table}
+        fixed = {TABLE: table if weights is None else scale_vectors(table, weights, vocabulary)}
         if dist.get_rank() == 0:
             print(
                 f"gene vectors from {path}, which has {n_found:,} of {vocabulary.n_genes:,} genes; the others have "
