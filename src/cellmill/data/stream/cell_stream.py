@@ -39,9 +39,10 @@ from cellmill.errors import ConfigError, DataError, as_yaml
 _GROUPS_AHEAD = 3
 _NO_MORE_GROUPS = object()  # result of a queued task after the last group
 _TOKENS_ONLY = BatchFields()
-# options of section `stream` that fix the order of cells: in any run, and only in a run with weights
-_ORDER_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
-_WEIGHT_OPTIONS = (
+# options of section `stream` that fix the order of cells in any run
+_STATE_OPTIONS = ("lanes", "block_cells", "window_blocks", "equal_steps", "train_frac")
+# further ones that fix it in a run with weights
+_STATE_WEIGHT_OPTIONS = (
     "weight_by",
     "labelled_frac",
     "weight_exponent",
@@ -101,9 +102,9 @@ def _stream_options_in_state(stream: Stream, has_weights: bool) -> dict[str, Any
 
     Options of weights are None in a run without weights.
     """
-    options = {name: getattr(stream, name) for name in _ORDER_OPTIONS + _WEIGHT_OPTIONS}
+    options = {name: getattr(stream, name) for name in _STATE_OPTIONS + _STATE_WEIGHT_OPTIONS}
     if not has_weights:
-        options |= dict.fromkeys(_WEIGHT_OPTIONS)
+        options |= dict.fromkeys(_STATE_WEIGHT_OPTIONS)
     return options
 
 

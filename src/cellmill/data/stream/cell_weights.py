@@ -10,7 +10,7 @@ weights are 1. With exponent 1 every level is read equally often, except levels 
 With `labelled_frac`, the L cells that have a level get that fraction of the N reads: the weights
 above are computed over these L cells only, then multiplied by `labelled_frac * N / L`. Cells without
 a level share the other reads equally. `labelled_frac` has no effect if all cells have a level, or none
-has. Without it, a missing value is a level like any other.
+has. If `labelled_frac` is null, a missing value is a level like any other.
 
 A cell of weight w is read floor(w) times or once more. Which cells are read once more is drawn anew
 in each epoch.
@@ -32,7 +32,7 @@ from cellmill.data.shards.manifest import Manifest
 class CellWeights:
     """Rule for how often each of the first `len(level_codes)` cells of a split is read in an epoch."""
 
-    # `(cells,)` integers: level code of each cell, 0 without a level (`labelled_frac`)
+    # `(cells,)` integers: level code of each cell. 0: the cell has no value, only with `labelled_frac`
     level_codes: np.ndarray
     options: Stream  # section `stream` of the configuration
 

@@ -29,10 +29,10 @@ class GenesPerCellQueue:
         # (lanes,): column of each lane's next cell, and the column after its last
         self._starts = np.zeros(len(genes_by_window), np.int64)
         self._stops = np.zeros(len(genes_by_window), np.int64)
-        # totals over all lanes, which `_look_ahead` compares: cells looked up after each lane's first
-        # window, and cells taken. Skipped cells count as taken, so that a resumed run looks as far ahead
-        # as one that never stopped
+        # cells looked up after each lane's first window, over all lanes
         self._n_looked_up = 0
+        # cells taken, over all lanes. Skipped cells count as taken, so that a resumed run looks as far
+        # ahead as one that never stopped
         self._n_taken = sum(skipped)
         for row in range(len(genes_by_window)):
             self._append_window(row)
@@ -63,12 +63,15 @@ class GenesPerCellQueue:
         return genes_per_cell
 
     def _look_ahead(self) -> None:
-        """Look up the next windows, lane after lane, until as many cells are looked up as were taken."""
+        """Look up the next windows, lane after lane, until as many cells are looked up as were taken.
+
+        Ends earlier at a lane that has ended; the next step goes on with the lane after it.
+        """
         while self._n_looked_up < self._n_taken:
             n_found = self._append_window(self._next_row)
             self._next_row = (self._next_row + 1) % len(self._genes_by_window)
             self._n_looked_up += n_found
-            if not n_found:  # the lane has ended: the next step goes on with the next lane
+            if not n_found:
                 break
 
     def _append_window(self, row: int) -> int:

@@ -135,10 +135,10 @@ class OrderRule:
         """
         if not self.options.stream.equal_steps:
             return positions // self.step_cells_per_lane
-        # cells are dealt one to each lane in turn: the number dealt up to and including each cell
+        # cells are dealt one to each lane in turn: the number dealt up to and including each, from 1
         n_dealt = positions * self.n_lanes + lane + 1
         # the first step with (step + 1) * n_cells // steps_per_epoch >= n_dealt. If 4 steps take 10 cells,
-        # 2, 5, 7 and 10 are dealt by their ends, and step 1 takes the third cell dealt
+        # 2, 5, 7 and 10 are dealt by their ends: the cell with `n_dealt` 3 is the first of step 1
         return (n_dealt * self.steps_per_epoch - 1) // self.n_cells
 
     def deal_to_lanes(self, n_cells: int | np.ndarray) -> np.ndarray:
@@ -280,7 +280,7 @@ class BlockPasses(NamedTuple):
 
     starts: np.ndarray  # first cell of the block
     stops: np.ndarray  # the cell after its last
-    # k of the pass: it reads those cells of the block that the epoch reads at least k times
+    # k of the pass, from 1 (see the module)
     pass_numbers: np.ndarray
     cells_per_pass: np.ndarray
 

@@ -44,11 +44,11 @@ class ByteSpans(NamedTuple):
     stops: np.ndarray  # byte after the last
     buffer_starts: np.ndarray  # position of the first byte in the window set's buffer
 
-    def split_by_shard(self, max_spans: int) -> Iterator[ByteSpans]:
-        """Yield at most `max_spans` spans of one shard at a time, in the order of the shard's bytes."""
+    def read_tasks(self, max_spans: int) -> Iterator[ByteSpans]:
+        """Yield the spans that each task reads: at most `max_spans`, of one shard, in its bytes' order."""
         spans = choose_rows(self, np.lexsort((self.starts, self.shards)))
         n_spans = len(spans.shards)
-        # of spans in shards 0, 0, 0, 1 and 1, at most two at a time: yields begin at 0, 2, 3 and 4
+        # of spans in shards 0, 0, 0, 1 and 1, at most two at a time: tasks begin at spans 0, 2, 3 and 4
         first_of_shard = np.flatnonzero(np.diff(spans.shards)) + 1
         starts = np.union1d(np.arange(0, n_spans, max_spans), first_of_shard)
         for start, stop in pairwise([*starts.tolist(), n_spans]):
@@ -193,7 +193,7 @@ class WindowReader:
         byte_spans, packed = self._allocate(spans)
         max_spans = -(-len(spans.shards) // _TARGET_TASKS)
         reads = []
-        for task in byte_spans.split_by_shard(max_spans):
+        for task in byte_spans.read_tasks(max_spans):
             shard = self._shards[int(task.shards[0])]
             reads.append(
                 self._pool.submit(
