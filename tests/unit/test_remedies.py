@@ -66,6 +66,8 @@ def _follow(
         (1, 4, {"train": {"replay_every_steps": 4}}),
         (1, 1, {"parallel": {"strategy": "ddp"}, "stream": {"lanes": 1}}),
         (2, 3, {"stream": {"lanes": 6}, "train": {"global_batch": 96}}),
+        # groups of 3 on 3 nodes would be groups of 4, which do not divide 6, on 6 nodes
+        (3, 4, {"parallel": {"pp": 4}, "stream": {"lanes": 3}, "train": {"global_batch": 96}}),
     ],
     ids=str,
 )

@@ -183,7 +183,10 @@ def _add_full_sharding(change: Change) -> Change:
     before = change.options.parallel
     sharded = change.with_parallel(strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
     after = sharded.options.parallel
-    layout = change.hardware.divide(before)
+    try:
+        layout = change.hardware.divide(before)
+    except ConfigError:  # on more nodes, groups of HYBRID_SHARD may not divide the processes
+        return sharded
     keeps_layout = change.hardware.divide(after) == layout
     keeps_gathered = before.reshards_after_forward == after.reshards_after_forward
     if before.shard_size is None and keeps_layout and (keeps_gathered or layout.dp == 1):
