@@ -213,6 +213,54 @@ def test_a_pipeline_rank_sends_over_its_own_card() -> None:
     assert sent == [end, middle, middle, end]
 
 
+# nodes, processes of a node, layout; on 3 nodes, or in groups of 3, groups straddle two nodes
+ON_NODES: list[tuple[int, int, dict[str, Any]]] = [
+    (3, 8, {"pp": 4, "sharding_strategy": "FULL_SHARD"}),
+    (3, 4, {"shard_size": 3}),
+    (2, 3, {"pp": 2, "tp": 3, "schedule": "Interleaved1F1B"}),
+    (4, 4, {"tp": 2}),
+    (2, 4, {"pp": 2}),
+    (3, 2, {"strategy": "ddp"}),
+]
+
+
+@pytest.mark.parametrize(("n_nodes", "nproc", "options"), ON_NODES, ids=str)
+def test_bytes_to_other_nodes_are_those_of_each_process(
+    n_nodes: int, nproc: int, options: dict[str, Any]
+) -> None:
+    parallel = Parallel.model_validate(options)
+    layout = divide_processes(parallel, n_nodes * nproc, nproc)
+    model = PlannedModel(SIZE, parallel, layout, nproc)
+    sizes = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+    coordinates = [*product(*map(range, sizes))]
+    node_of = {place: rank // nproc for rank, place in enumerate(coordinates)}
+    for pp_rank in range(layout.pp):
+        for sent in list_traffic(model, pp_rank, LONG, 8):
+            axis = ("pp", "dp_replicate", "dp_shard", "tp").index(sent.axis)
+            fractions = []  # of its bytes that a process sends to other nodes
+            for place in coordinates:
+                if place[0] != pp_rank or sent.kind == "point to point":
+                    continue
+                group = [(*place[:axis], n, *place[axis + 1 :]) for n in range(sizes[axis])]
+                nodes = [node_of[peer] for peer in group]
+                leaves = len(set(nodes)) > 1
+                fractions.append(leaves / nodes.count(node_of[place]))
+            if fractions:
+                assert sent.inter_node_bytes == pytest.approx(max(fractions) * sent.sent_bytes)
+
+
+def test_a_message_leaves_the_node_if_that_of_any_process_does() -> None:
+    parallel = Parallel.model_validate({"pp": 4, "sharding_strategy": "FULL_SHARD"})
+    untied = replace(SIZE, tied=replace(SIZE.tied, trained=0))
+    model = PlannedModel(untied, parallel, divide_processes(parallel, 24, 8), 8)
+    leaves = []
+    for pp_rank in range(4):
+        messages = [sent for sent in list_traffic(model, pp_rank, LONG, 8) if sent.axis == "pp"]
+        leaves.append(max(sent.inter_node_bytes for sent in messages) > 0)
+    # of processes 0 to 5, which send to 6 to 11, those from 2 on send to the second node
+    assert leaves == [True, True, True, True]
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "blocks", "tokens"),
     [

@@ -48,7 +48,8 @@ def estimate_latency(collective: CollectiveTraffic) -> float:
     """Estimate the seconds of one call without its bytes: its hops, one after another.
 
     All-gather and reduce-scatter travel a ring of all processes. With many nodes this latency, not
-    the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree.
+    the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree. Each
+    node is assumed to have as few processes of the group as the one with the fewest.
     """
     if collective.kind == "point to point":
         return CALL_S

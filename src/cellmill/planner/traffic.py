@@ -3,8 +3,9 @@
 Collectives are counted as rings. In an all-gather or reduce-scatter each of n processes sends
 (n - 1) / n of the tensor to the next process of the ring, and in an all-reduce twice that. In one
 ring, only one of the k processes on a node sends to another node. NCCL builds several rings, each
-with a different such process, so on average a process sends 1 / k of its bytes to other nodes. A
-message between pipeline stages goes from one process to another.
+with a different such process, so on average a process sends 1 / k of its bytes to other nodes. Of
+the groups on an axis, the one with the fewest processes on a node counts. A message between
+pipeline stages goes from one process to another.
 
 Not counted: reductions of a few numbers (targets, norms, signals), and of the tables of a coupled loss.
 
@@ -12,6 +13,7 @@ Sources: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthik
 section 4.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cellmill.parallel.mesh import list_stages
+from cellmill.parallel.mesh import AXES, list_stages
 from cellmill.planner.planned_model import PlannedModel, RankTotals
 from cellmill.planner.units import FLOAT32_BYTES
 
@@ -35,7 +37,7 @@ class CollectiveTraffic:
     kind: Kind
     axis: str
     processes: int  # of the group in which it is called; 2 for a message between two processes
-    processes_per_node: int  # processes of the group on one node
+    processes_per_node: int  # the fewest processes that a group has on one node
     # bytes of the full tensors, before a reduce-scatter or after an all-gather
     payload_bytes: float
     calls: float  # their number
@@ -96,26 +98,34 @@ def list_traffic(
         _list_pipeline_calls(model, pp_rank, tokens, micro_batches),
     ):
         sums[calls.kind, calls.axis, calls.leaves_node] += (calls.payload_bytes, calls.n_calls)
-    layout = model.layout
-    # neighbours on an axis are this many processes apart: tp is the innermost axis of the mesh
-    distances = {
-        "tp": 1,
-        "dp_shard": layout.tp,
-        "dp_replicate": layout.tp * layout.dp_shard,
-    }
+    nodes = _find_nodes(model)[pp_rank]
     traffic = []
     for (kind, axis, leaves_node), (payload_bytes, n_calls) in sums.items():
         if kind == "point to point":  # one sender and one receiver
             processes = 2
             processes_per_node = 1 if leaves_node else 2
         else:
-            processes = getattr(layout, axis)
-            processes_per_node = min(processes, max(1, model.nproc_per_node // distances[axis]))
+            processes = getattr(model.layout, axis)
+            processes_per_node = _count_fewest_on_a_node(nodes, AXES.index(axis) - 1)
         if payload_bytes and processes > 1:
             traffic.append(
                 CollectiveTraffic(kind, axis, processes, processes_per_node, payload_bytes, n_calls)
             )
     return traffic
+
+
+def _find_nodes(model: PlannedModel) -> np.ndarray:
+    """Find the node of each process, by its coordinates on AXES."""
+    sizes = [getattr(model.layout, axis) for axis in AXES]
+    return np.arange(math.prod(sizes)).reshape(sizes) // model.nproc_per_node
+
+
+def _count_fewest_on_a_node(nodes: np.ndarray, axis: int) -> int:
+    """Count the fewest processes that a group along `axis` has on one node; `nodes` has each one's node."""
+    groups = np.moveaxis(nodes, axis, -1).reshape(-1, nodes.shape[axis])
+    first_ids = np.arange(len(groups)) * (nodes.max() + 1)  # a node has another number in each group
+    _, n_processes = np.unique(groups + first_ids[:, None], return_counts=True)
+    return int(n_processes.min())
 
 
 def _list_data_parallel_calls(
@@ -203,15 +213,14 @@ def _list_pipeline_calls(
     layout = model.layout
     pp_ranks = range(layout.pp)
     rank_by_stage = {stage: rank for rank in pp_ranks for stage in list_stages(rank, parallel)}
-    # node of the first process of each pipeline rank
-    nodes = [rank * layout.tp * layout.dp // model.nproc_per_node for rank in pp_ranks]
+    nodes = _find_nodes(model)
     message_bytes = model.block_input_bytes_per_token * tokens
     for stage in list_stages(pp_rank, parallel):
         # activations go to the next stage, gradients to the previous one
         for neighbour, passes in ((stage + 1, model.size.flops.forward_passes), (stage - 1, 1)):
             receiver = rank_by_stage.get(neighbour, pp_rank)
             if receiver != pp_rank:
-                leaves_node = nodes[receiver] != nodes[pp_rank]
+                leaves_node = bool((nodes[receiver] != nodes[pp_rank]).any())
                 n_messages = passes * micro_batches
                 yield CollectiveCalls(
                     "point to point", "pp", passes * message_bytes, n_messages, leaves_node
@@ -220,5 +229,6 @@ def _list_pipeline_calls(
     ends = {rank_by_stage[0], rank_by_stage[parallel.n_stages - 1]}
     if tied and len(ends) == 2 and pp_rank in ends:
         tied_bytes = FLOAT32_BYTES * tied / model.ranks_per_copy
-        leaves_node = len({nodes[rank] for rank in ends}) == 2
+        first_nodes, last_nodes = [nodes[rank] for rank in ends]
+        leaves_node = bool((first_nodes != last_nodes).any())
         yield CollectiveCalls("point to point", "pp", tied_bytes, 1, leaves_node)
