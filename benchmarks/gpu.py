@@ -50,7 +50,8 @@ from cellmill.parallel.apply import compile_blocks
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops_per_s
-from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.size import measure_size
 from cellmill.planner.memory import estimate_model_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.runs.folder import TrainFolder
@@ -221,7 +222,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
     real_tokens = 0
     cells = 0
     flops = 0.0
-    most = 0
+    most = Load(0, 0, 0)
     for step in range(WARM_UP + steps):
         lengths = lengths_of(size, kind, step)
         longest = np.full(len(lengths), lengths.max()) if kind == "padded" else lengths
@@ -235,7 +236,7 @@ def measure(size: Size, kind: str, compiled: bool, steps: int, device: torch.dev
             cells = cells + len(lengths)
             pairs = float(np.square(lengths.astype(np.float64)).sum())
             flops += needs.flops.count(Load(float(lengths.sum()), pairs, len(lengths)))
-            most = max(most, int(longest.sum()))
+            most = max(most, Load(float(longest.sum()), pairs, len(lengths)))
     measured = Measured(
         size,
         needs.parameters,

@@ -34,7 +34,8 @@ from cellmill.parallel.step import ParallelModel, clip_grad_norm
 from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import Device, find_device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.size import measure_size
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.step_time import NETWORK_FRAC
 from cellmill.train.optimizer import build_optimizer

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cellmill.config.options import TrainOptions
 from cellmill.planner.hardware import Hardware
+from cellmill.planner.measure.load import Load
 from cellmill.planner.memory import estimate_rank_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import CorpusSize
@@ -97,6 +98,7 @@ def allocated(corpus: str, options: dict[str, Any]) -> dict[str, int]:
         "tokens": max(
             made.parallel_model.padded_lengths([len(batch.token_ids) for batch in batches[0]])
         ),
+        "cells": max(len(batch.cell_ids) for batch in batches[0]),
         "micro_batches": len(batches[0]),
     }
 
@@ -125,7 +127,13 @@ def collectives(corpus: str, options: dict[str, Any]) -> dict[str, Any]:
     lengths = made.parallel_model.padded_lengths(
         [len(micro_batch.token_ids) for micro_batch in batch]
     )
-    return {"seen": counter.seen, "tokens": sum(lengths), "micro_batches": len(batch)}
+    n_cells = sum(len(micro_batch.cell_ids) for micro_batch in batch)
+    return {
+        "seen": counter.seen,
+        "tokens": sum(lengths),
+        "cells": n_cells,
+        "micro_batches": len(batch),
+    }
 
 
 class _Counter(TorchDispatchMode):
@@ -199,8 +207,10 @@ def test_planned_memory_agrees_with_what_processes_allocate(
     for stage in range(model.layout.pp):
         alike = ranks[stage * each : (stage + 1) * each]
         tokens = max(rank["tokens"] for rank in alike)
+        cells = max(rank["cells"] for rank in alike)
         micro_batches = alike[0]["micro_batches"]
-        planned = estimate_rank_memory(model, stage, tokens, micro_batches)
+        load = Load(tokens, pairs=0, cells=cells)
+        planned = estimate_rank_memory(model, stage, load, micro_batches)
         # memory freed in another thread is not reported: the smallest of equal ranks is nearest the
         # truth
         measured = min(rank["peak_bytes"] for rank in alike if rank["tokens"] == tokens)
@@ -255,7 +265,8 @@ def test_measured_bytes_of_collectives_agree_with_the_plan(
     for rank, measured in enumerate(ranks):
         assert measured["micro_batches"] > 1 or not train
         stage = rank // (WORLD // model.layout.pp)
-        planned = list_traffic(model, stage, measured["tokens"], measured["micro_batches"])
+        load = Load(measured["tokens"], pairs=0, cells=measured["cells"])
+        planned = list_traffic(model, stage, load, measured["micro_batches"])
         seen: Counter[tuple[str, int, int]] = Counter()
         calls: Counter[tuple[str, int, int]] = Counter()
         small_calls: Counter[tuple[str, int, int]] = Counter()

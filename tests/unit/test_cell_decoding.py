@@ -24,6 +24,7 @@ from cellmill.models.objective import HIDDEN_GENES_STEP, GeneStatistics
 from cellmill.models.objectives.query_decoding import QueryView
 from cellmill.models.objectives.shared.hidden_genes import mean_gene_correlation, sum_gene_moments
 from cellmill.parallel.likelihoods import profile_loss
+from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.size import measure_size
 from cellmill.train.validation import Monitor
 from tests.checks import assert_near, check_gradients, gradients_by_name, refused
@@ -564,8 +565,8 @@ def test_the_plan_counts_the_decoder() -> None:
 
     def memory(max_asked: int) -> float:
         size = measure_size(query_spec("autoencoder", max_asked=max_asked))
-        n_tokens = 1 << 14
-        return size.finish_workspace(n_tokens) + size.finish.activations_per_token * n_tokens
+        load = Load(1 << 14, pairs=0, cells=1 << 9)
+        return size.finish_workspace.estimate(load) + size.finish.activations.total(load)
 
     assert memory(max_asked=2) < 0.7 * memory(max_asked=10)
 

@@ -27,7 +27,8 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, load_model
 from cellmill.parallel.materialize import materialize
-from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.size import measure_size
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'cellmill[hf]'"

@@ -21,6 +21,7 @@ from cellmill.config.parts.methods import MethodConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.parallel.mesh import list_stages
 from cellmill.parallel.pipeline import SCHEDULES
+from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.size import measure_size
 from cellmill.planner.memory import (
     AUTOCAST_BYTES,
@@ -52,15 +53,19 @@ def _model(world: int, **options: Any) -> PlannedModel:
     return PlannedModel(size, parallel, divide_processes(parallel, world, world), world)
 
 
+def _load(tokens: int) -> Load:
+    return Load(tokens, pairs=0, cells=tokens / 128)
+
+
 def _memory(world: int, tokens: int = LONG, micro_batches: int = 1, **options: Any) -> Memory:
-    return estimate_model_memory(_model(world, **options), tokens, micro_batches)
+    return estimate_model_memory(_model(world, **options), _load(tokens), micro_batches)
 
 
 def _activations(of_block: float, recomputed: float = 0.0) -> float:
     """Elements kept per token if each block keeps `of_block`, and one block recomputes `recomputed`
     more.
     """
-    outside = SIZE.begin.activations_per_token + SIZE.finish.activations_per_token
+    outside = SIZE.begin.activations.per_token + SIZE.finish.activations.per_token
     return SIZE.n_blocks * of_block + recomputed + outside
 
 
@@ -73,7 +78,7 @@ def test_one_process_holds_weights_in_float32() -> None:
         assert (memory.gathered, memory.communication, memory.pipeline) == (0, 0, 0)
     assert begun.gradients == 4 * SIZE.block.parameters
     assert begun.activations == pytest.approx(
-        4 * _activations(SIZE.block.activations_per_token) * LONG, rel=0.1
+        4 * _activations(SIZE.block.activations.per_token) * LONG, rel=0.1
     )
     assert ended.gradients == 4 * parameters
     assert ended.logits == 0 < begun.logits
@@ -113,9 +118,29 @@ def test_tensor_parallel_divides_matrices() -> None:
     # on each rank
     genes = SPEC.n_genes + 2
     assert whole.logits - cut.logits == pytest.approx(
-        4 * 0.75 * genes * (0.15 * LONG + 2 * SIZE.block_input_per_token), rel=0.1
+        4 * 0.75 * genes * (0.15 * LONG + 2 * SIZE.block_input.per_token), rel=0.1
     )
     assert shared.activations < cut.activations < 0.7 * whole.activations
+
+
+@pytest.mark.parametrize(
+    ("tp", "objective"), [(1, "cell_decoding"), (1, "denoise"), (2, "cell_decoding")]
+)
+def test_the_plan_of_short_cells_is_that_of_a_run_of_such_cells(tp: int, objective: str) -> None:
+    given: dict[str, Any] = {"family": "profile", "hidden": 64, "objective": objective}
+    parallel = Parallel(strategy="ddp", tp=tp)
+    layout = divide_processes(parallel, tp, tp)
+    load = Load(tokens=20 * 200, pairs=0, cells=200)
+    planned = []
+    for max_tokens in (512, 20):
+        size = measure_size(
+            spec(20_000, Tokens.model_validate({"max_tokens": max_tokens}), **given), tp
+        )
+        model = PlannedModel(size, parallel, layout, tp)
+        memory = estimate_model_memory(model, load, 1)
+        sent = sum_link_bytes(list_traffic(model, 0, load, 1)).intra_node
+        planned.append((memory.activations, memory.logits, sent))
+    assert planned[0] == pytest.approx(planned[1], rel=0.05)
 
 
 def test_bf16_halves_activations() -> None:
@@ -137,9 +162,9 @@ def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
         _memory(1, activation_checkpointing=how).activations for how in (None, "selective", "full")
     )
     assert 1.8 * recomputed < chosen < 0.8 * kept
-    block = SIZE.block.activations_per_token
-    selective = SIZE.selective_per_token
-    width = SIZE.block_input_per_token
+    block = SIZE.block.activations.per_token
+    selective = SIZE.selective.per_token
+    width = SIZE.block_input.per_token
     assert chosen == pytest.approx(
         4 * _activations(selective, block - selective + width) * LONG, rel=0.15
     )
@@ -153,18 +178,20 @@ def test_autocast_keeps_inputs_of_blocks_in_float32() -> None:
         for precision in ("32-true", "bf16-mixed")
     )
     # one block recomputes all its activations, so its input counts among their mean
-    inputs = (SIZE.n_blocks - 1) * SIZE.block_input_per_token * LONG
+    inputs = (SIZE.n_blocks - 1) * SIZE.block_input.per_token * LONG
     assert low == pytest.approx(4 * inputs + AUTOCAST_BYTES * (exact / 4 - inputs))
 
 
 @pytest.mark.parametrize(("world", "n_bytes"), [(2, 4), (4, 2)])
 def test_only_fsdp_sends_activations_in_16_bits(world: int, n_bytes: int) -> None:
     model = _model(world, pp=2, precision="bf16-mixed")
-    memory = estimate_model_memory(model, LONG, 4)
-    assert memory.pipeline == n_bytes * 4 * SIZE.block_input_per_token * LONG
-    [sent] = [calls for calls in list_traffic(model, 0, LONG, 4) if calls.kind == "point to point"]
+    memory = estimate_model_memory(model, _load(LONG), 4)
+    assert memory.pipeline == n_bytes * 4 * SIZE.block_input.per_token * LONG
+    [sent] = [
+        calls for calls in list_traffic(model, 0, _load(LONG), 4) if calls.kind == "point to point"
+    ]
     tied_bytes = 4 * SIZE.tied.trained / model.ranks_per_copy
-    assert sent.payload_bytes == n_bytes * LONG * SIZE.block_input_per_token + tied_bytes
+    assert sent.payload_bytes == n_bytes * LONG * SIZE.block_input.per_token + tied_bytes
 
 
 @pytest.mark.parametrize(
@@ -185,8 +212,10 @@ def test_a_pipeline_holds_each_block_once(schedule: str) -> None:
 
 def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
     model = _model(3, pp=3)
-    each = [estimate_rank_memory(model, rank, LONG, 6) for rank in range(3)]
-    assert estimate_model_memory(model, LONG, 6) == max(each, key=lambda memory: memory.total)
+    each = [estimate_rank_memory(model, rank, _load(LONG), 6) for rank in range(3)]
+    assert estimate_model_memory(model, _load(LONG), 6) == max(
+        each, key=lambda memory: memory.total
+    )
     assert each[0].logits == each[1].logits == 0 < each[2].logits
     # 1F1B keeps one per following stage
     few, many = (_memory(4, micro_batches=n, pp=4) for n in (4, 16))
@@ -196,8 +225,8 @@ def test_the_peak_belongs_to_the_largest_pipeline_rank() -> None:
 def test_only_trained_tied_parameters_are_sent() -> None:
     model = _model(2, pp=2)
     frozen = replace(model, size=replace(SIZE, tied=replace(SIZE.tied, trained=0)))
-    [sent] = list_traffic(model, 0, LONG, 4)
-    [sent_frozen] = list_traffic(frozen, 0, LONG, 4)
+    [sent] = list_traffic(model, 0, _load(LONG), 4)
+    [sent_frozen] = list_traffic(frozen, 0, _load(LONG), 4)
     assert sent.payload_bytes - sent_frozen.payload_bytes == 4 * SIZE.tied.parameters > 0
     assert sent.calls - sent_frozen.calls == 1
 
@@ -205,8 +234,8 @@ def test_only_trained_tied_parameters_are_sent() -> None:
 def test_a_pipeline_rank_sends_over_its_own_card() -> None:
     model = replace(_model(4, pp=4), nproc_per_node=2)
     untied = replace(model, size=replace(SIZE, tied=replace(SIZE.tied, trained=0)))
-    message_bytes = 4 * LONG * SIZE.block_input_per_token
-    sent = [sum_link_bytes(list_traffic(untied, rank, LONG, 8)) for rank in range(4)]
+    message_bytes = 4 * LONG * SIZE.block_input.per_token
+    sent = [sum_link_bytes(list_traffic(untied, rank, _load(LONG), 8)) for rank in range(4)]
     end = LinkBytes(inter_node=0, intra_node=message_bytes)
     # ranks 1 and 2 are neighbours on different nodes
     middle = LinkBytes(inter_node=message_bytes, intra_node=message_bytes)
@@ -235,7 +264,7 @@ def test_bytes_to_other_nodes_are_those_of_each_process(
     coordinates = [*product(*map(range, sizes))]
     node_of = {place: rank // nproc for rank, place in enumerate(coordinates)}
     for pp_rank in range(layout.pp):
-        for sent in list_traffic(model, pp_rank, LONG, 8):
+        for sent in list_traffic(model, pp_rank, _load(LONG), 8):
             axis = ("pp", "dp_replicate", "dp_shard", "tp").index(sent.axis)
             fractions = []  # of its bytes that a process sends to other nodes
             for place in coordinates:
@@ -255,7 +284,9 @@ def test_a_message_leaves_the_node_if_that_of_any_process_does() -> None:
     model = PlannedModel(untied, parallel, divide_processes(parallel, 24, 8), 8)
     leaves = []
     for pp_rank in range(4):
-        messages = [sent for sent in list_traffic(model, pp_rank, LONG, 8) if sent.axis == "pp"]
+        messages = [
+            sent for sent in list_traffic(model, pp_rank, _load(LONG), 8) if sent.axis == "pp"
+        ]
         leaves.append(max(sent.inter_node_bytes for sent in messages) > 0)
     # of processes 0 to 5, which send to 6 to 11, those from 2 on send to the second node
     assert leaves == [True, True, True, True]
@@ -276,12 +307,12 @@ def test_a_coupled_loss_sends_another_forward_pass(
     flops = replace(plain.size.flops, forward_passes=plain.size.flops.forward_passes + 1)
     coupled = replace(plain, size=replace(plain.size, flops=flops))
     sent, sent_coupled = (
-        {collective.kind: collective for collective in list_traffic(model, 0, LONG, 3)}[kind]
+        {collective.kind: collective for collective in list_traffic(model, 0, _load(LONG), 3)}[kind]
         for model in (plain, coupled)
     )
     more_elements = (
         3 * blocks * SIZE.n_blocks * SIZE.block.parameters
-        + tokens * LONG * SIZE.block_input_per_token
+        + tokens * LONG * SIZE.block_input.per_token
     )
     assert sent_coupled.payload_bytes - sent.payload_bytes == 4 * more_elements
     assert sent_coupled.calls - sent.calls == 3 * (blocks * SIZE.n_blocks + tokens)
@@ -315,7 +346,7 @@ def test_a_partly_frozen_model_is_planned_by_blocks_that_train() -> None:
     partial = MethodConfig.model_validate({"method": "partial", "last_blocks": 3})
     size = measure_size(SPEC, finetune=partial)
     assert size.block == SIZE.block
-    assert size.block_workspace_per_token == SIZE.block_workspace_per_token
+    assert size.block_workspace == SIZE.block_workspace
     model = replace(_model(2, pp=2), size=size)
     trained = [model.sum_rank_totals(rank).trained for rank in range(2)]
     assert trained[0] == 0
@@ -342,8 +373,11 @@ def test_the_average_of_the_weights_is_where_the_weights_are(how: str | None) ->
     model = replace(without, keeps_average=True)
     share = 4 * -(-without.sum_rank_totals(0).trained // 4)
     device, host = (0, share) if how == "full" else (share, 0)
-    memory = estimate_model_memory(model, SHORT, 1)
-    assert (memory.average, memory.total - estimate_model_memory(without, SHORT, 1).total) == (
+    memory = estimate_model_memory(model, _load(SHORT), 1)
+    assert (
+        memory.average,
+        memory.total - estimate_model_memory(without, _load(SHORT), 1).total,
+    ) == (
         device,
         device,
     )

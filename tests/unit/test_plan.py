@@ -30,7 +30,8 @@ from cellmill.data.stream.batch_tokenizer import (
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
 from cellmill.planner.hardware import Hardware, find_hardware
-from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.size import measure_size
 from cellmill.planner.memory import estimate_memory, find_overflow
 from cellmill.planner.output.format import format_bytes, format_hours
 from cellmill.planner.remedies import find_max_fitting_token_budget, find_remedy
@@ -545,15 +546,30 @@ def test_a_token_budget_of_one_cannot_be_lowered() -> None:
     assert remedy == "use a device with more memory, or a smaller model"
 
 
-def test_the_largest_micro_batch_is_exactly_the_limit(corpus: Manifest, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"parallel": {"strategy": "ddp"}, "plan": {"memory_gb": 2.0}, **BIG}
-    planned = _plan(corpus, tmp_path, nproc=4, **changes)
-    options = _options(**changes)
+def test_the_largest_budget_that_fits_is_exactly_the_limit(
+    corpus: Manifest, tmp_path: Path
+) -> None:
     cells = CorpusSize(np.minimum(count_detected_genes(corpus), 16), 40)
-    hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=4), "cpu")
+
+    def needed(budget: int) -> int:
+        options = _options(**BIG | {"train": BIG["train"] | {"token_budget": budget}})
+        hardware = find_hardware(options, Machine(nodes="1", nproc_per_node=1), "cpu")
+        return estimate_memory(options, cells, hardware).total
+
+    limit = needed(1000) / 0.9e9  # 90 % of it are usable
+    planned = _plan(corpus, tmp_path, plan={"memory_gb": limit}, **BIG)
     largest = planned["max_fitting_token_budget"]
-    assert estimate_memory(options, cells, hardware, largest).total <= hardware.usable_bytes
-    assert estimate_memory(options, cells, hardware, largest + 1).total > hardware.usable_bytes
+    assert needed(largest) <= planned["memory"]["usable_bytes"] < needed(largest + 1)
+    assert largest == pytest.approx(1000, abs=2)
+
+
+def test_a_step_that_fits_into_one_micro_batch_limits_no_budget() -> None:
+    options = _options(train={"token_budget": 64, "global_batch": 32})
+    cells = CorpusSize(np.full(4096, 16), 40)
+    whole_step = _options(train={"token_budget": 512, "global_batch": 32})
+    usable_bytes = estimate_memory(whole_step, cells, Hardware(1, 1, "h100", 1, 1)).total
+    hardware = Hardware(1, 1, "h100", usable_bytes, usable_bytes)
+    assert find_max_fitting_token_budget(options, cells, hardware) == 1 << 24
 
 
 def test_the_largest_budget_that_fits_includes_covariates() -> None:
@@ -562,7 +578,8 @@ def test_the_largest_budget_that_fits_includes_covariates() -> None:
     lengths = np.tile([10, 50], 4096)  # a micro-batch of short cells has the most covariates
     cells = CorpusSize(lengths, 60, levels={"batch": ["a", "b"]}, n_covariates=1)
     hardware = Hardware(1, 1, "cpu", 1, 1)
-    usable_bytes = estimate_memory(options, cells, hardware, micro_batch_tokens=4000).total
+    half = _options(tokens=tokens, train={"global_batch": 4096, "token_budget": 4000})
+    usable_bytes = estimate_memory(half, cells, hardware).total
     hardware = replace(hardware, usable_bytes=usable_bytes)
     budget = find_max_fitting_token_budget(options, cells, hardware)
     larger = _options(tokens=tokens, train={"global_batch": 4096, "token_budget": budget})

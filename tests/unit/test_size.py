@@ -24,8 +24,9 @@ from cellmill.models.family import Model
 from cellmill.models.initial import zeros
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner.measure import size as size_module
+from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.passes import measure_passes
-from cellmill.planner.measure.size import Load, measure_size
+from cellmill.planner.measure.size import measure_size
 from cellmill.runs.identity import identity
 from tests.checks import refused
 from tests.house.documents import documentation
@@ -80,10 +81,10 @@ def test_a_token_of_a_covariate_counts_like_one_of_a_gene() -> None:
     given = {"hidden": HIDDEN, "layers": LAYERS, "heads": 2, "objective": "masked_gene"}
     size = measure_size(spec(N_GENES, Tokens.model_validate(tokens), levels, **given))
     plain = measure_size(_spec(objective="masked_gene"))
-    assert size.block_input_per_token == plain.block_input_per_token == HIDDEN
+    assert size.block_input.per_token == plain.block_input.per_token == HIDDEN
     assert size.flops.block_per_token == pytest.approx(plain.flops.block_per_token)
-    assert size.block.activations_per_token == pytest.approx(
-        plain.block.activations_per_token, rel=0.05
+    assert size.block.activations.per_token == pytest.approx(
+        plain.block.activations.per_token, rel=0.05
     )
 
 
@@ -143,15 +144,10 @@ def test_activations_equal_those_that_autograd_keeps(
     given = _spec(tokenizer, objective, **options)
     size = measure_size(given)
     per_block = {
-        None: size.block.activations_per_token,
-        "full": size.block_input_per_token,
-        "selective": size.selective_per_token,
+        None: size.block.activations,
+        "full": size.block_input,
+        "selective": size.selective,
     }
-    expected = (
-        LAYERS * per_block[recompute]
-        + size.begin.activations_per_token
-        + size.finish.activations_per_token
-    )
     model = build(given).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
@@ -160,8 +156,13 @@ def test_activations_equal_those_that_autograd_keeps(
     few, many = (_kept(model, _batch(given, cells), recompute) for cells in (20, 120))
     # what does not grow with the tokens is counted as workspace
     measured = (many[0] - few[0]) / (many[1] - few[1])
+    load = Load(1, pairs=0, cells=120 / many[1])  # a token, and its share of a cell
+    expected = LAYERS * per_block[recompute].total(load)
+    expected += size.begin.activations.total(load) + size.finish.activations.total(load)
     assert measured == pytest.approx(expected, rel=0.06)
-    assert few[0] - measured * few[1] <= size.finish_workspace(few[1])
+    assert few[0] - measured * few[1] <= size.finish_workspace.estimate(
+        Load(few[1], pairs=0, cells=20)
+    )
 
 
 @pytest.mark.parametrize("recompute", [None, "selective"])
@@ -176,7 +177,7 @@ def test_a_block_keeps_nothing_that_does_not_grow_with_tokens(recompute: str | N
                 checkpoint_activations(model, model.plan.blocks, recompute)
             measured = measure_passes(model, fitted, tokens)
         elements.append(measured.block.kept)
-        assert measured.tokens == tokens
+        assert measured.load.tokens == tokens
     assert elements[1] == pytest.approx(16 * elements[0], abs=100)
 
 
@@ -226,19 +227,19 @@ def test_tensor_parallel_reduces_four_times_per_block() -> None:
     assert cut.flops.block_per_token == pytest.approx(whole.flops.block_per_token / 2)
     assert cut.flops.block_per_pair == pytest.approx(whole.flops.block_per_pair / 2)
     # Megatron-LM: two all-reduces of (T, H) in the forward and two in the backward pass
-    assert cut.block.collective_elements_per_token == 2 * HIDDEN
+    assert cut.block.collective_elements.per_token == 2 * HIDDEN
     assert cut.block.collectives == 2
     assert (
-        cut.begin.collective_elements_per_token == HIDDEN
+        cut.begin.collective_elements.per_token == HIDDEN
     )  # the embedding, whose vocabulary is cut
     assert (
-        whole.block.collective_elements_per_token == whole.begin.collective_elements_per_token == 0
+        whole.block.collective_elements.per_token == whole.begin.collective_elements.per_token == 0
     )
     sequence = measure_size(_spec(), tp=2, sequence_parallel=True)
     assert (
-        sequence.block.activations_per_token
-        < cut.block.activations_per_token
-        < whole.block.activations_per_token
+        sequence.block.activations.per_token
+        < cut.block.activations.per_token
+        < whole.block.activations.per_token
     )
     assert not dist.is_initialized()
 
@@ -279,7 +280,7 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
     half = measure_size(spec(120, **given), 2, sequence_parallel=True)
     assert whole.parameters == sum(p.numel() for p in model_on_cpu(120, **given).parameters())
     assert half.parameters < whole.parameters
-    assert half.finish_workspace(4096) > 0
+    assert half.finish_workspace.estimate(Load(4096, pairs=0, cells=64)) > 0
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -18,7 +18,8 @@ from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_stage_costs
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.size import Flops, Load
+from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.size import Flops
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import (
     CorpusSize,
@@ -168,7 +169,7 @@ def test_the_last_step_of_an_epoch_is_shared_by_all_ranks() -> None:
     corpus = CorpusSize(np.full(1000, 10), n_genes=60)
     counted = count_micro_batches(corpus, 768, 8, MicroBatchRule(480), token_multiple=1)
     # 96 cells of each rank, and then 29, of which 48 fit into a micro-batch
-    assert counted.counts == [2, 1]
+    assert counted.counts == (2, 1)
 
 
 def test_covariates_of_later_steps_are_in_the_largest_batch() -> None:

@@ -7,7 +7,8 @@ from cellmill.models.batch import PAD_CELL
 from cellmill.models.build import ModelSpec
 from cellmill.planner.devices import Device
 from cellmill.planner.hardware import Hardware
-from cellmill.planner.measure.size import Load, ModelSize, measure_size
+from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.size import ModelSize, measure_size
 from cellmill.planner.memory import Memory, estimate_memory
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import CorpusSize, StepCounts, count_steps
@@ -54,7 +55,7 @@ def estimate_cost(
     flops_per_step = whole_size.flops.count(mean_cell) * counts.max_cells_per_step
     load = _divide_load(corpus, counts, model.layout.dp)
     traffic_by_rank = [
-        list_traffic(model, pp_rank, load.tokens, counts.mean_micro_batches_per_step)
+        list_traffic(model, pp_rank, load, counts.mean_micro_batches_per_step)
         for pp_rank in range(model.layout.pp)
     ]
     max_traffic = max(traffic_by_rank, key=sum_link_bytes)

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from cellmill.config.options import PlanOptions
 from cellmill.planner.hardware import Hardware
+from cellmill.planner.measure.load import Load, Rates
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import count_in_flight
 from cellmill.planner.step_counts import CorpusSize, count_steps
@@ -67,46 +68,34 @@ class Memory:
         ]
 
 
-def estimate_memory(
-    options: PlanOptions,
-    corpus: CorpusSize,
-    hardware: Hardware,
-    micro_batch_tokens: int | None = None,
-) -> Memory:
-    """Estimate the memory of the process that needs the most.
-
-    A micro-batch has `micro_batch_tokens` tokens, by default as many as the run's largest.
-    """
+def estimate_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
+    """Estimate the memory of the process that needs the most, in a step of its largest micro-batches."""
     model = PlannedModel.measure(options, corpus, hardware)
     counts = count_steps(options, corpus, model.layout)
-    if micro_batch_tokens is None:
-        micro_batch_tokens = counts.max_micro_batch_tokens
-    return estimate_model_memory(model, micro_batch_tokens, counts.max_micro_batches_per_step)
+    return estimate_model_memory(model, counts.max_micro_batch, counts.max_micro_batches_per_step)
 
 
-def estimate_model_memory(
-    model: PlannedModel, micro_batch_tokens: int, micro_batches: int
-) -> Memory:
+def estimate_model_memory(model: PlannedModel, micro_batch: Load, micro_batches: int) -> Memory:
     """Estimate the memory of the pipeline rank that needs the most in a step of `micro_batches`."""
     peaks = [
-        estimate_rank_memory(model, pp_rank, micro_batch_tokens, micro_batches)
+        estimate_rank_memory(model, pp_rank, micro_batch, micro_batches)
         for pp_rank in range(model.layout.pp)
     ]
     return max(peaks, key=lambda peak: peak.total)
 
 
 def estimate_rank_memory(
-    model: PlannedModel, pp_rank: int, micro_batch_tokens: int, micro_batches: int
+    model: PlannedModel, pp_rank: int, micro_batch: Load, micro_batches: int
 ) -> Memory:
     """Estimate the peak memory of a process of one pipeline rank in a step of `micro_batches`."""
-    memory = _RankMemory(model, pp_rank, micro_batch_tokens, micro_batches)
-    peaks = [memory.at_backward_start()]
+    moments = _RankMemory(model, pp_rank, micro_batch, micro_batches)
+    peaks = [moments.at_backward_start()]
     # A pipeline is never at its peak at the first block: once the second micro-batch's backward pass
     # begins, all gradients are allocated, and more activations than at the first block.
     if model.layout.pp == 1:
-        peaks.append(memory.at_first_block())
+        peaks.append(moments.at_first_block())
     if model.uses_fsdp:
-        peaks.append(memory.at_last_reduction())
+        peaks.append(moments.at_last_reduction())
     return max(peaks, key=lambda peak: peak.total)
 
 
@@ -114,13 +103,13 @@ class _RankMemory:
     """Memory of a process of pipeline rank `pp_rank` at three moments of a step."""
 
     def __init__(
-        self, model: PlannedModel, pp_rank: int, micro_batch_tokens: int, micro_batches: int
+        self, model: PlannedModel, pp_rank: int, micro_batch: Load, micro_batches: int
     ) -> None:
         self.model = model
         self.parallel = model.parallel
         self.totals = model.sum_rank_totals(pp_rank)
         self.stages = model.list_rank_stages(pp_rank)
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch = micro_batch
         self.micro_batches = micro_batches
         self.in_flight = count_in_flight(self.parallel, pp_rank, micro_batches)
         self.persistent = self._estimate_persistent()
@@ -158,8 +147,8 @@ class _RankMemory:
         if self.parallel.pp > 1:
             # each stage receives activations and gradients, except at the ends of the model
             messages = 2 * len(self.stages) - int(totals.has_begin) - int(totals.has_finish)
-            n_tokens = messages * self.micro_batches * self.micro_batch_tokens
-            pipeline_bytes = round(model.block_input_bytes_per_token * n_tokens)
+            message_bytes = model.count_block_input_bytes(self.micro_batch)
+            pipeline_bytes = round(messages * self.micro_batches * message_bytes)
         return Memory(
             parameters=FLOAT32_BYTES * (size.buffers + parameters_shard),
             optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
@@ -176,7 +165,7 @@ class _RankMemory:
         block = model.size.block
         logits_bytes = 0.0
         if self.totals.has_finish:  # float32 in every precision
-            logits_bytes = FLOAT32_BYTES * model.size.finish_workspace(self.micro_batch_tokens)
+            logits_bytes = FLOAT32_BYTES * model.size.finish_workspace.estimate(self.micro_batch)
         communication_bytes = 0
         if model.uses_fsdp and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
@@ -185,7 +174,7 @@ class _RankMemory:
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
-            activations=round(self._activation_bytes_per_token() * self.micro_batch_tokens),
+            activations=round(self._kept_bytes() + self._block_workspace_bytes()),
             logits=round(logits_bytes),
             gathered=self._gathered_bytes,
             gradients=self._gradient_bytes_at_backward_start(),
@@ -216,17 +205,12 @@ class _RankMemory:
         size = model.size
         block = size.block
         totals = self.totals
-        kept_per_token = (
-            block.activations_per_token
-            + size.begin.activations_per_token
-            + size.block_workspace_per_token
+        activation_bytes = (
+            self._count_bytes(block.activations)
+            + self._count_bytes(size.begin.activations)
+            + self._count_bytes(size.block_workspace)
         )
-        memory = replace(
-            self.persistent,
-            activations=round(
-                self._bytes_per_activation * kept_per_token * self.micro_batch_tokens
-            ),
-        )
+        memory = replace(self.persistent, activations=round(activation_bytes))
         if not model.uses_fsdp:
             gradient_bytes = FLOAT32_BYTES * totals.trained
             return replace(memory, gradients=gradient_bytes, gathered=self._gathered_bytes)
@@ -281,33 +265,42 @@ class _RankMemory:
             n_gathered = totals.outside_parameters + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * n_gathered
 
-    def _activation_bytes_per_token(self) -> float:
-        """Estimate the bytes per token of all kept activations and of one block's backward pass."""
+    def _count_bytes(self, activations: Rates) -> float:
+        """Count the bytes of a micro-batch's activations."""
+        return self._bytes_per_activation * activations.total(self.micro_batch)
+
+    @property
+    def _kept_block_bytes(self) -> float:
+        """Bytes that one block keeps of a micro-batch for its backward pass."""
         size = self.model.size
-        mean_bytes = self._bytes_per_activation
-        block_bytes = mean_bytes * size.block.activations_per_token
-        kept_by_checkpointing = {
-            None: block_bytes,
-            "selective": mean_bytes * size.selective_per_token,
-            "full": self.model.block_input_bytes_per_token,  # only the block's input
-        }
-        kept_block_bytes = kept_by_checkpointing[self.parallel.activation_checkpointing]
+        checkpointing = self.parallel.activation_checkpointing
+        if checkpointing == "full":  # only the block's input
+            return self.model.count_block_input_bytes(self.micro_batch)
+        return self._count_bytes(size.selective if checkpointing else size.block.activations)
+
+    def _kept_bytes(self) -> float:
+        """Estimate the bytes of all activations that are kept when the backward pass begins."""
+        size = self.model.size
         kept_bytes = 0.0
         for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
-            stage_bytes = len(stage.blocks) * kept_block_bytes
+            stage_bytes = len(stage.blocks) * self._kept_block_bytes
             if stage.has_begin:
-                stage_bytes += mean_bytes * size.begin.activations_per_token
+                stage_bytes += self._count_bytes(size.begin.activations)
             if stage.has_finish:
-                stage_bytes += mean_bytes * size.finish.activations_per_token
+                stage_bytes += self._count_bytes(size.finish.activations)
             kept_bytes += n_micro_batches * stage_bytes
+        return kept_bytes
+
+    def _block_workspace_bytes(self) -> float:
+        """Estimate the bytes that the backward pass of the last block needs besides what is kept."""
+        size = self.model.size
         # before its backward pass, a block recomputes what it has not kept
-        workspace_bytes = mean_bytes * size.block_workspace_per_token
-        workspace_bytes += block_bytes - kept_block_bytes
-        # The last block's backward pass follows that of `finish`, whose activations are freed by then
-        # but counted in `kept_bytes`.
+        recomputed_bytes = self._count_bytes(size.block.activations) - self._kept_block_bytes
+        workspace_bytes = self._count_bytes(size.block_workspace) + recomputed_bytes
+        # it follows the backward pass of `finish`, whose activations are freed by then but counted as kept
         if self.totals.has_finish:
-            workspace_bytes -= mean_bytes * size.finish.activations_per_token
-        return kept_bytes + max(workspace_bytes, 0)
+            workspace_bytes -= self._count_bytes(size.finish.activations)
+        return max(workspace_bytes, 0)
 
     def _in_flight_by_stage(self) -> list[int]:
         """Count the micro-batches whose activations each stage of the rank holds."""

@@ -8,6 +8,7 @@ from cellmill.config.parallel import Layout, Parallel
 from cellmill.models.build import ModelSpec
 from cellmill.parallel.mesh import list_blocks, list_stages
 from cellmill.planner.hardware import Hardware
+from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.size import ModelSize, measure_size
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
@@ -69,11 +70,10 @@ class PlannedModel:
         """Bytes of an element that the forward and backward passes compute with."""
         return HALF_BYTES if self.parallel.half_precision else FLOAT32_BYTES
 
-    @property
-    def block_input_bytes_per_token(self) -> float:
-        """Bytes that pass from block to block per token: autocast, unlike FSDP2, keeps them in float32."""
+    def count_block_input_bytes(self, load: Load) -> float:
+        """Count the bytes that pass from block to block: autocast, unlike FSDP2, keeps them in float32."""
         element_bytes = self.element_bytes if self.uses_fsdp else FLOAT32_BYTES
-        return element_bytes * self.size.block_input_per_token
+        return element_bytes * self.size.block_input.total(load)
 
     @property
     def uses_fsdp(self) -> bool:

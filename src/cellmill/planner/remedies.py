@@ -52,18 +52,18 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 def find_max_fitting_token_budget(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> int:
-    """Find the largest token budget that fits, with as many micro-batches per step as in the run.
+    """Find the largest token budget with which a run that fits still does, up to MAX_TRIED_BUDGET.
 
-    Return 0 if none fits, MAX_TRIED_BUDGET if that or a larger one fits.
+    Where a larger budget needs less memory, as with fewer micro-batches per step, a smaller one than
+    the largest may be found: it fits, and one token more does not.
     """
 
     def count_bytes(token_budget: int) -> int:
-        # the budget counts gene tokens; memory also holds tokens of covariates
-        covariate_tokens = corpus.count_max_covariate_tokens(token_budget, corpus.n_cells)
-        return estimate_memory(options, corpus, hardware, token_budget + covariate_tokens).total
+        return estimate_memory(_set_budget(options, token_budget), corpus, hardware).total
 
-    # memory grows with the budget; budgets begin at 1, so the index is the largest one that fits
-    return bisect_right(range(1, MAX_TRIED_BUDGET + 1), hardware.usable_bytes, key=count_bytes)
+    token_budget = options.train.token_budget
+    larger = range(token_budget + 1, MAX_TRIED_BUDGET + 1)
+    return token_budget + bisect_right(larger, hardware.usable_bytes, key=count_bytes)
 
 
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
@@ -236,10 +236,15 @@ def _list_smaller_budgets(change: Change) -> Iterator[Change]:
     # the largest power of two below token_budget; 0 if that is 1
     budget = (1 << (train.token_budget - 1).bit_length()) >> 1
     while budget >= max(1, change.options.tokens.max_tokens):
-        smaller = train.model_copy(update={"token_budget": budget})
-        options = change.options.model_copy(update={"train": smaller})
+        options = _set_budget(change.options, budget)
         yield change.with_instruction(f"lower train.token_budget to {budget}", options=options)
         budget //= 2
+
+
+def _set_budget(options: PlanOptions, token_budget: int) -> PlanOptions:
+    """Copy the options with another token budget."""
+    train = options.train.model_copy(update={"token_budget": token_budget})
+    return options.model_copy(update={"train": train})
 
 
 def set_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:

@@ -13,6 +13,7 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.stream.micro_batches import MicroBatchRule, split_evenly, split_greedily
 from cellmill.data.stream.order import OrderRule
+from cellmill.planner.measure.load import Load
 
 # Micro-batches are counted in the first steps only: shards are preshuffled, so any cells will do.
 MAX_SAMPLED_STEPS = 64
@@ -90,7 +91,13 @@ class StepCounts:
     mean_micro_batches_per_step: float  # in the sampled first steps; the same on every rank
     max_micro_batches_per_step: int  # in the sampled first steps
     max_micro_batch_tokens: int  # of the largest, with covariates, and in a pipeline with padding
+    max_micro_batch_cells: int  # in the sampled first steps
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
+
+    @property
+    def max_micro_batch(self) -> Load:
+        """Tokens and cells that the memory of a step is planned for; memory does not depend on pairs."""
+        return Load(self.max_micro_batch_tokens, pairs=0.0, cells=self.max_micro_batch_cells)
 
 
 def count_steps(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> StepCounts:
@@ -121,6 +128,7 @@ def count_steps(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Ste
         mean_micro_batches_per_step=float(np.mean(micro_batches.counts)),
         max_micro_batches_per_step=max(micro_batches.counts),
         max_micro_batch_tokens=micro_batches.max_tokens,
+        max_micro_batch_cells=micro_batches.max_cells,
         padding_frac=micro_batches.padding_frac,
     )
 
@@ -128,10 +136,11 @@ def count_steps(options: PlanOptions, corpus: CorpusSize, layout: Layout) -> Ste
 class MicroBatches(NamedTuple):
     """Micro-batches of the sampled first steps of a run."""
 
-    counts: list[int]  # micro-batches of each step, the same on every rank
+    counts: Sequence[int]  # micro-batches of each step, the same on every rank
     # Tokens of the largest micro-batch, with covariates. Without a pipeline an upper bound over all
     # steps; with one the largest of the sampled micro-batches, with its padding.
     max_tokens: int
+    max_cells: int  # cells of the sampled micro-batch that has the most
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
 
@@ -145,36 +154,37 @@ def count_micro_batches(
     longest (`pipeline_tokens`, a multiple of `token_multiple`).
     """
     steps = _deal_first_steps(corpus.gene_tokens, step_cells, dp)
-    counts = [_count_micro_batches_of_step(tokens_by_rank, rule) for tokens_by_rank in steps]
+    counts, max_cells_by_step = zip(
+        *(_split_step(tokens_by_rank, rule) for tokens_by_rank in steps)
+    )
     is_pipeline = rule.multiple_of > 1
     if is_pipeline:
-        max_tokens, padding_frac = _pad_for_pipeline(steps, counts, corpus, token_multiple)
-        return MicroBatches(counts, max_tokens, padding_frac)
-    max_cells = len(steps[0][0])  # cells of the first rank: no rank has more in any step
-    max_tokens = min(rule.token_budget, max_cells * int(corpus.gene_tokens.max()))
-    max_tokens += corpus.count_max_covariate_tokens(rule.token_budget, max_cells)
-    return MicroBatches(counts, max_tokens, padding_frac=0.0)
+        return _pad_for_pipeline(steps, counts, corpus, token_multiple)
+    rank_cells = len(steps[0][0])  # of the first rank: no rank has more in any step
+    max_tokens = min(rule.token_budget, rank_cells * int(corpus.gene_tokens.max()))
+    max_tokens += corpus.count_max_covariate_tokens(rule.token_budget, rank_cells)
+    return MicroBatches(counts, max_tokens, max(max_cells_by_step), padding_frac=0.0)
 
 
 def _pad_for_pipeline(
-    steps: list[TokensByRank], counts: list[int], corpus: CorpusSize, token_multiple: int
-) -> tuple[int, float]:
-    """Cut and pad the micro-batches of a pipeline, `counts` in each step, for some steps and ranks.
-
-    Return the tokens of the largest micro-batch, and the padding per token of the cells.
-    """
+    steps: list[TokensByRank], counts: Sequence[int], corpus: CorpusSize, token_multiple: int
+) -> MicroBatches:
+    """Cut and pad the micro-batches of a pipeline, `counts` in each step, for some steps and ranks."""
     max_tokens = 0
+    max_cells = 0
     n_tokens = 0
     n_tokens_with_padding = 0
     for tokens_by_rank, count in zip(steps[:MAX_EVENLY_CUT_STEPS], counts):
         for cell_tokens in tokens_by_rank[:MAX_EVENLY_CUT_RANKS]:
-            starts = split_evenly(cell_tokens, count)[:-1]
-            micro_batch_tokens = np.add.reduceat(cell_tokens + corpus.n_covariates, starts)
+            offsets = split_evenly(cell_tokens, count)
+            max_cells = max(max_cells, int(np.diff(offsets).max()))
+            micro_batch_tokens = np.add.reduceat(cell_tokens + corpus.n_covariates, offsets[:-1])
             padded_to = pipeline_tokens(int(micro_batch_tokens.max()), token_multiple)
             max_tokens = max(max_tokens, padded_to)
             n_tokens += int(micro_batch_tokens.sum())
             n_tokens_with_padding += count * padded_to
-    return max_tokens, n_tokens_with_padding / max(n_tokens, 1) - 1
+    padding_frac = n_tokens_with_padding / max(n_tokens, 1) - 1
+    return MicroBatches(counts, max_tokens, max_cells, padding_frac)
 
 
 def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list[TokensByRank]:
@@ -190,9 +200,16 @@ def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list
     return steps
 
 
-def _count_micro_batches_of_step(tokens_by_rank: TokensByRank, rule: MicroBatchRule) -> int:
-    """Count the micro-batches of a step: every rank has as many as the rank that needs the most."""
+def _split_step(tokens_by_rank: TokensByRank, rule: MicroBatchRule) -> tuple[int, int]:
+    """Count the micro-batches of a step, and the cells of the one that has the most.
+
+    Every rank has as many micro-batches as the rank that needs the most. They are split greedily, as
+    without a pipeline.
+    """
     needed = rule.min_per_step
+    max_cells = 0
     for cell_tokens in tokens_by_rank:
-        needed = max(needed, len(split_greedily(cell_tokens, rule.token_budget)) - 1)
-    return -(-needed // rule.multiple_of) * rule.multiple_of
+        offsets = split_greedily(cell_tokens, rule.token_budget)
+        needed = max(needed, len(offsets) - 1)
+        max_cells = max(max_cells, int(np.diff(offsets).max()))
+    return -(-needed // rule.multiple_of) * rule.multiple_of, max_cells

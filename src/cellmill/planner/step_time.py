@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cellmill.planner.measure.size import Load
+from cellmill.planner.measure.load import Load
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.schedules import estimate_idle_frac, estimate_validation_idle_frac
 from cellmill.planner.traffic import CollectiveTraffic

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cellmill.parallel.mesh import AXES, list_stages
+from cellmill.planner.measure.load import Load
 from cellmill.planner.planned_model import PlannedModel, RankTotals
 from cellmill.planner.units import FLOAT32_BYTES
 
@@ -86,16 +87,16 @@ class CollectiveCalls(NamedTuple):
 
 
 def list_traffic(
-    model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
+    model: PlannedModel, pp_rank: int, load: Load, micro_batches: float
 ) -> list[CollectiveTraffic]:
-    """List the collectives of pipeline rank `pp_rank` in a step, whose micro-batches have `tokens` in all."""
+    """List the collectives of pipeline rank `pp_rank` in a step, whose micro-batches have `load` in all."""
     rank_totals = model.sum_rank_totals(pp_rank)
     # payload bytes and number of calls, by (kind, axis, leaves_node)
     sums = defaultdict[tuple[Kind, str, bool], np.ndarray](lambda: np.zeros(2))
     for calls in chain(
         _list_data_parallel_calls(model, rank_totals, micro_batches),
-        _list_tensor_parallel_calls(model, rank_totals, tokens, micro_batches),
-        _list_pipeline_calls(model, pp_rank, tokens, micro_batches),
+        _list_tensor_parallel_calls(model, rank_totals, load, micro_batches),
+        _list_pipeline_calls(model, pp_rank, load, micro_batches),
     ):
         sums[calls.kind, calls.axis, calls.leaves_node] += (calls.payload_bytes, calls.n_calls)
     nodes = _find_nodes(model)[pp_rank]
@@ -123,7 +124,9 @@ def _find_nodes(model: PlannedModel) -> np.ndarray:
 def _count_fewest_on_a_node(nodes: np.ndarray, axis: int) -> int:
     """Count the fewest processes that a group along `axis` has on one node; `nodes` has each one's node."""
     groups = np.moveaxis(nodes, axis, -1).reshape(-1, nodes.shape[axis])
-    first_ids = np.arange(len(groups)) * (nodes.max() + 1)  # a node has another number in each group
+    first_ids = np.arange(len(groups)) * (
+        nodes.max() + 1
+    )  # a node has another number in each group
     _, n_processes = np.unique(groups + first_ids[:, None], return_counts=True)
     return int(n_processes.min())
 
@@ -165,7 +168,7 @@ def _list_data_parallel_calls(
 
 
 def _list_tensor_parallel_calls(
-    model: PlannedModel, totals: RankTotals, tokens: float, micro_batches: float
+    model: PlannedModel, totals: RankTotals, load: Load, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
     """Yield the calls that sum activations and their gradients over tensor-parallel ranks.
 
@@ -174,11 +177,10 @@ def _list_tensor_parallel_calls(
     size = model.size
     parallel = model.parallel
     forward_passes = size.flops.forward_passes
-    token_bytes = model.element_bytes * tokens  # of one element of every token
     # `finish` is measured over its forward and backward pass: a step has one of each
     begin_passes = forward_passes * int(totals.has_begin)
     for end, passes in ((size.begin, begin_passes), (size.finish, int(totals.has_finish))):
-        end_bytes = token_bytes * passes * end.collective_elements_per_token
+        end_bytes = model.element_bytes * passes * end.collective_elements.total(load)
         n_calls = passes * end.collectives * micro_batches
         yield CollectiveCalls("all-reduce", "tp", end_bytes, n_calls)
     # A backward pass has as many all-reduces as a forward pass. With activation checkpointing it also
@@ -187,10 +189,11 @@ def _list_tensor_parallel_calls(
     recomputes = parallel.activation_checkpointing is not None
     n_repeated = max(0, all_reduces_per_pass - 1) if recomputes else 0
     all_reduces_per_block = (forward_passes + 1) * all_reduces_per_pass + n_repeated
-    elements_per_call = size.block.collective_elements_per_token / max(1, all_reduces_per_pass)
+    bytes_per_call = model.element_bytes * size.block.collective_elements.total(load)
+    bytes_per_call /= max(1, all_reduces_per_pass)
     n_all_reduces = totals.n_blocks * all_reduces_per_block
     kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    block_bytes = token_bytes * n_all_reduces * elements_per_call
+    block_bytes = n_all_reduces * bytes_per_call
     yield CollectiveCalls(kind, "tp", block_bytes, n_all_reduces * micro_batches)
     if parallel.sequence_parallel:
         # recomputation repeats every gather, also the one before the last reduction
@@ -198,15 +201,15 @@ def _list_tensor_parallel_calls(
         # at the model's ends a backward pass gathers the gradients of the blocks' input, and a
         # forward pass gathers the blocks' output
         end_gathers = int(totals.has_begin) + forward_passes * int(totals.has_finish)
-        elements_per_end_gather = size.block_input_per_token * model.layout.tp
+        bytes_per_end_gather = model.element_bytes * size.block_input.total(load) * model.layout.tp
         block_gathers = totals.n_blocks * gathers_per_block
-        elements = block_gathers * elements_per_call + end_gathers * elements_per_end_gather
+        gathered_bytes = block_gathers * bytes_per_call + end_gathers * bytes_per_end_gather
         n_gathers = (block_gathers + end_gathers) * micro_batches
-        yield CollectiveCalls("all-gather", "tp", token_bytes * elements, n_gathers)
+        yield CollectiveCalls("all-gather", "tp", gathered_bytes, n_gathers)
 
 
 def _list_pipeline_calls(
-    model: PlannedModel, pp_rank: int, tokens: float, micro_batches: float
+    model: PlannedModel, pp_rank: int, load: Load, micro_batches: float
 ) -> Iterator[CollectiveCalls]:
     """Yield the messages between stages: activations, gradients, and gradients of tied parameters."""
     parallel = model.parallel
@@ -214,7 +217,7 @@ def _list_pipeline_calls(
     pp_ranks = range(layout.pp)
     rank_by_stage = {stage: rank for rank in pp_ranks for stage in list_stages(rank, parallel)}
     nodes = _find_nodes(model)
-    message_bytes = model.block_input_bytes_per_token * tokens
+    message_bytes = model.count_block_input_bytes(load)
     for stage in list_stages(pp_rank, parallel):
         # activations go to the next stage, gradients to the previous one
         for neighbour, passes in ((stage + 1, model.size.flops.forward_passes), (stage - 1, 1)):

@@ -40,7 +40,8 @@ from cellmill.parallel.mesh import Mesh, PipelineStages, gather_json
 from cellmill.parallel.replay import Replay
 from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops_per_s
-from cellmill.planner.measure.size import Flops, Load
+from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.size import Flops
 from cellmill.runs.folder import TrainFolder, cut_back, is_training_step, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares

@@ -13,6 +13,7 @@ from cellmill.models.batch import copy_to_device, pad_batch, to_tensors
 from cellmill.models.build import ModelSpec
 from cellmill.models.family import Model
 from cellmill.parallel.torch_private import local_tensor, storage_key
+from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.meter import OperationMeter, Window
 from cellmill.planner.units import FLOAT32_BYTES
 
@@ -34,10 +35,8 @@ class PartMeasurement(NamedTuple):
 class PassMeasurements:
     """Measurements of a forward and a backward pass."""
 
-    tokens: int  # tokens of the batch, without padding, before a view hides some of them
-    cells: int
-    pairs_per_token: float  # (query, key) pairs of attention
-    block_input_per_token: float  # as in `ModelSize`
+    load: Load  # of the batch, without padding, before a view hides some of its tokens
+    block_input: int  # elements that pass from block to block
     begin: PartMeasurement  # the part before the blocks, without its output
     block: PartMeasurement  # one block, with its input and without its output
     finish: PartMeasurement  # the part after the blocks, with its input
@@ -56,7 +55,6 @@ def measure_passes(
     batch = _draw_cells(spec, cell_tokens, tokens)
     # `(cells,)`: tokens of each cell, with those that the model adds
     lengths = np.diff(batch.cu_seqlens) + len(spec.tokens.covariates)
-    n_tokens = int(lengths.sum())
     view = model.view(to_tensors(batch), seed=0, step=0)
     padded_tokens = -(-len(view.token_ids) // token_multiple) * token_multiple
     view = pad_batch(view, padded_tokens)
@@ -66,10 +64,10 @@ def measure_passes(
     finish = _measure_finish(model, prepared, block_output)
     model.zero_grad(set_to_none=True)
     return PassMeasurements(
-        tokens=n_tokens,
-        cells=len(lengths),
-        pairs_per_token=float(np.square(lengths, dtype=np.float64).sum() / n_tokens),
-        block_input_per_token=block_output.numel() / n_tokens,
+        load=Load(
+            int(lengths.sum()), float(np.square(lengths, dtype=np.float64).sum()), len(lengths)
+        ),
+        block_input=block_output.numel(),
         begin=begin,
         block=block,
         finish=finish,

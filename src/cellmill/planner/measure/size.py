@@ -16,9 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 from torch import nn
 
@@ -31,19 +29,14 @@ from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activation
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, local_tensor
+from cellmill.planner.measure.load import ZERO, Load, Rates, separate
 from cellmill.planner.measure.passes import PassMeasurements, measure_passes
+from cellmill.planner.measure.workspace import Workspace, measure_workspace
 from cellmill.planner.units import FLOAT32_BYTES, FORWARDS_PER_BACKWARD
 
 # tokens of the measured batch: random fractions (masks) are within 1 % of their mean
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
-
-# a part of the model has FLOPs per cell if cells of half the length need this fraction more FLOPs per
-# token
-PER_CELL_FRAC = 0.05
-
-# tokens of the batches with which the workspace of `finish` is measured: 256, 1,024, … 262,144
-WORKSPACE_TOKENS = tuple(1 << power for power in range(8, 19, 2))
 ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
 
 
@@ -57,23 +50,11 @@ class PartSize:
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
-    activations_per_token: float = 0.0  # kept for the backward pass; a block's with its input
+    activations: Rates = ZERO  # kept for the backward pass; a block's with its input
     # Tensor-parallel collectives of the forward pass, for `finish` of both passes. They are measured
     # without sequence parallelism, from which `planner.traffic` derives them.
     collectives: int = 0  # number of calls
-    collective_elements_per_token: float = 0.0  # of all calls together
-
-
-# tokens of a micro-batch, and the elements of its workspace, for several sizes of micro-batches
-Workspace = tuple[tuple[int, float], ...]
-
-
-class Load(NamedTuple):
-    """Work of a rank: the three quantities that FLOPs are proportional to."""
-
-    tokens: float
-    pairs: float  # (query, key) pairs of attention within cells
-    cells: float
+    collective_elements: Rates = ZERO  # of all calls together
 
 
 @dataclass(frozen=True)
@@ -90,8 +71,6 @@ class Flops:
     begin_per_token: float
     block_per_token: float  # one block without its attention
     finish_per_token: float
-    # FLOPs that grow with the number of cells: of blocks whose rows are cells, and of heads on the
-    # cell embedding
     block_per_cell: float
     finish_per_cell: float
     block_per_pair: float  # one block's attention, per (query, key) pair of a cell
@@ -123,14 +102,12 @@ class ModelSize:
     trained_by_block: tuple[int, ...]  # trained parameters of each block; a method may freeze some
     buffers: int  # elements of all buffers
     flops: Flops
-    # elements that pass from block to block, per token: the hidden size; this rank's share of it with
-    # sequence parallelism, and less if a view hides tokens
-    block_input_per_token: float
-    # `block.activations_per_token` with selective activation checkpointing
-    selective_per_token: float
-    block_workspace_per_token: float  # peak of a block's backward pass above its kept activations
-    # peak of `finish` above its kept activations, mostly logits, at some numbers of tokens
-    finish_workspace_by_tokens: Workspace
+    # Elements that pass from block to block: the hidden size per token, or per cell if rows of the
+    # blocks are cells; this rank's share of it with sequence parallelism, and less if a view hides tokens.
+    block_input: Rates
+    selective: Rates  # `block.activations` with selective activation checkpointing
+    block_workspace: Rates  # peak of a block's backward pass above its kept activations
+    finish_workspace: Workspace
 
     @property
     def n_blocks(self) -> int:
@@ -140,14 +117,6 @@ class ModelSize:
     def parameters(self) -> int:
         outside = self.begin.parameters + self.finish.parameters - self.tied.parameters
         return self.n_blocks * self.block.parameters + outside
-
-    def finish_workspace(self, tokens: float) -> float:
-        """Interpolate `finish_workspace_by_tokens` at a micro-batch of `tokens` tokens."""
-        measured, elements = zip((0, 0.0), *self.finish_workspace_by_tokens)
-        if tokens >= measured[-1]:  # extrapolate
-            slope = (elements[-1] - elements[-2]) / (measured[-1] - measured[-2])
-            return float(elements[-1] + slope * (tokens - measured[-1]))
-        return float(np.interp(tokens, measured, elements))
 
 
 # by model and fine-tuning method, number of tensor-parallel ranks, and sequence parallelism
@@ -218,114 +187,92 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     # with sequence parallelism the trainer pads a batch to a multiple of tokens
     token_multiple = tp if sequence_parallel else 1
-    # warm up: more is kept alive when DTensor first sees an operation, or when a pass imports a module
-    measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
-    # passes over cells of full length, and of half of it
-    long = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
-    short = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple, length_divisor=2)
-    without_sequence_parallel = long
+    # Passes over cells of full length, and of half of it. The first ones warm up: more is kept alive when
+    # DTensor first sees shapes of an operation, or when a pass imports a module.
+    for _ in range(2):
+        long = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
+        short = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple, length_divisor=2)
+    plain_long = long  # without sequence parallelism
+    plain_short = short
     if sequence_parallel:
         plain_model = _build(spec, method, tp, one_block=True)
-        without_sequence_parallel = measure_passes(plain_model, spec, SAMPLE_TOKENS)
-    # elements that `finish` keeps whatever the number of tokens count as its workspace
-    finish_kept_per_token, workspace = _measure_workspace(model, spec, token_multiple)
-    kept_per_token = {
-        "begin": long.begin.kept / long.tokens,
-        "block": long.block.kept / long.tokens,
-        "finish": finish_kept_per_token,
+        plain_long = measure_passes(plain_model, spec, SAMPLE_TOKENS)
+        plain_short = measure_passes(plain_model, spec, SAMPLE_TOKENS, length_divisor=2)
+    finish_kept, finish_workspace = measure_workspace(model, spec, token_multiple)
+    kept = {
+        "begin": separate(long.load, long.begin.kept, short.load, short.begin.kept),
+        "block": separate(long.load, long.block.kept, short.load, short.block.kept),
+        "finish": finish_kept,
     }
-    for name, kept in kept_per_token.items():
-        window = getattr(without_sequence_parallel, name).window
-        elements = window.collective_bytes / FLOAT32_BYTES
+    for name, activations in kept.items():
+        long_window = getattr(plain_long, name).window
+        short_window = getattr(plain_short, name).window
+        collective_elements = separate(
+            plain_long.load,
+            long_window.collective_bytes / FLOAT32_BYTES,
+            plain_short.load,
+            short_window.collective_bytes / FLOAT32_BYTES,
+        )
         parts[name] = replace(
             parts[name],
-            activations_per_token=kept,
-            collective_elements_per_token=elements / without_sequence_parallel.tokens,
-            collectives=window.collectives,
+            activations=activations,
+            collective_elements=collective_elements,
+            collectives=long_window.collectives,
         )
     return ModelSize(
         **parts,
         trained_by_block=trained_by_block,
         buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
         flops=_count_flops(model, len(trained_by_block), long, short),
-        block_input_per_token=long.block_input_per_token,
-        selective_per_token=_measure_selective(spec, method, tp, sequence_parallel),
-        block_workspace_per_token=long.block.workspace / long.tokens,
-        finish_workspace_by_tokens=workspace,
+        block_input=separate(long.load, long.block_input, short.load, short.block_input),
+        selective=_measure_selective(spec, method, tp, sequence_parallel),
+        block_workspace=separate(
+            long.load, long.block.workspace, short.load, short.block.workspace
+        ),
+        finish_workspace=finish_workspace,
     )
 
 
-def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> float:
-    """Measure the elements per token that a block keeps with selective activation checkpointing."""
+def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> Rates:
+    """Measure the elements that a block keeps with selective activation checkpointing."""
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(model, model.plan.blocks, "selective")
     token_multiple = tp if sequence_parallel else 1
-    passes = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, token_multiple)
-    return passes.block.kept / passes.tokens
-
-
-def _measure_workspace(
-    model: Model, spec: ModelSpec, token_multiple: int
-) -> tuple[float, Workspace]:
-    """Measure the elements that `finish` keeps per token, and its workspace.
-
-    The workspace includes elements that do not grow with the tokens, such as the gradient of a table
-    that a chunked loss makes in its forward pass.
-    """
-    measured = [measure_passes(model, spec, n, token_multiple) for n in WORKSPACE_TOKENS]
-    *_, smaller, larger = measured
-    kept_per_token = larger.finish.kept - smaller.finish.kept
-    kept_per_token /= larger.tokens - smaller.tokens
-    workspace = []
-    for passes in measured:
-        peak = passes.finish.kept + passes.finish.workspace
-        workspace.append((passes.tokens, max(0.0, peak - kept_per_token * passes.tokens)))
-    return kept_per_token, tuple(workspace)
+    long = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, token_multiple)
+    short = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, token_multiple, length_divisor=2)
+    return separate(long.load, long.block.kept, short.load, short.block.kept)
 
 
 def _count_flops(
     model: Model, n_blocks: int, long: PassMeasurements, short: PassMeasurements
 ) -> Flops:
     """Derive the FLOPs from passes over cells of two lengths, `long` and half of it."""
-    block_per_token, block_per_cell = _separate_flops(long, short, "block")
-    finish_per_token, finish_per_cell = _separate_flops(long, short, "finish")
+    long_flops = long.block.window.flops
+    short_flops = short.block.window.flops
+    block_per_token, block_per_cell = separate(long.load, long_flops, short.load, short_flops)
+    finish = separate(long.load, long.finish.window.flops, short.load, short.finish.window.flops)
     # FLOPs per token that grow with the length of cells belong to attention
     per_pair = 0.0
-    if long.pairs_per_token > short.pairs_per_token and not block_per_cell:
-        growth = long.block.window.flops / long.tokens - short.block.window.flops / short.tokens
-        per_pair = max(0.0, growth / (long.pairs_per_token - short.pairs_per_token))
-        block_per_token -= per_pair * long.pairs_per_token
+    long_pairs_per_token = long.load.pairs / long.load.tokens
+    more_pairs_per_token = long_pairs_per_token - short.load.pairs / short.load.tokens
+    if more_pairs_per_token > 0 and not block_per_cell:
+        growth = long_flops / long.load.tokens - short_flops / short.load.tokens
+        per_pair = max(0.0, growth / more_pairs_per_token)
+        block_per_token -= per_pair * long_pairs_per_token
     forward_passes = 2 if model.objective.coupled_widths else 1
     # all passes of a step have the FLOPs of this many forward passes
     forwards_per_step = forward_passes + FORWARDS_PER_BACKWARD
     return Flops(
         n_blocks=n_blocks,
         forward_passes=forward_passes,
-        begin_per_token=forwards_per_step * long.begin.window.flops / long.tokens,
+        begin_per_token=forwards_per_step * long.begin.window.flops / long.load.tokens,
         block_per_token=forwards_per_step * block_per_token,
         block_per_cell=forwards_per_step * block_per_cell,
         block_per_pair=forwards_per_step * per_pair,
         # the window of `finish` has both passes, since a chunked loss has all FLOPs in its forward pass
-        finish_per_token=finish_per_token,
-        finish_per_cell=finish_per_cell,
+        finish_per_token=finish.per_token,
+        finish_per_cell=finish.per_cell,
     )
-
-
-def _separate_flops(
-    long: PassMeasurements, short: PassMeasurements, part: str
-) -> tuple[float, float]:
-    """Separate the FLOPs of a part into FLOPs per token and further FLOPs per cell."""
-    flops_per_long_token = getattr(long, part).window.flops / long.tokens
-    flops_per_short_token = getattr(short, part).window.flops / short.tokens
-    # random fractions make a smaller difference
-    if flops_per_short_token <= (1 + PER_CELL_FRAC) * flops_per_long_token:
-        return flops_per_long_token, 0.0
-    # solve per_token + per_cell * cells / tokens = FLOPs / tokens for both lengths
-    cells_per_long_token = long.cells / long.tokens
-    cells_per_short_token = short.cells / short.tokens
-    per_cell = flops_per_short_token - flops_per_long_token
-    per_cell /= cells_per_short_token - cells_per_long_token
-    return max(0.0, flops_per_long_token - per_cell * cells_per_long_token), per_cell
 
 
 def _build(
