@@ -283,6 +283,24 @@ def test_a_sum_with_a_learned_pooling_is_measured() -> None:
     assert half.finish_workspace.estimate(Load(4096, pairs=0, cells=64)) > 0
 
 
+@pytest.mark.parametrize(
+    ("objective", "passes"),
+    [
+        ({"objective": "masked_gene"}, (1, 1)),
+        ({"objective": "supervised_contrastive", "label_column": "kind"}, (2, 2)),
+        ({"objective": "cell_decoding", "view_loss": "vicreg"}, (2, 1)),
+    ],
+    ids=str,
+)
+def test_a_coupled_loss_is_another_pass_where_it_is_computed(
+    objective: dict[str, Any], passes: tuple[int, int]
+) -> None:
+    flops = measure_size(
+        spec(60, levels={"kind": ("a", "b")}, hidden=16, layers=1, heads=2, **objective)
+    ).flops
+    assert (flops.forward_passes, flops.validation_passes) == passes
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
     hidden = 32

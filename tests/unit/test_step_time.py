@@ -78,7 +78,7 @@ def test_reductions_overlap_with_recomputation(checkpointing: str | None) -> Non
     network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
     load = Load(tokens=1e6, pairs=1.6e7, cells=62_500)
     time = estimate_step_time(model, [reduction], network, 1e14, load, micro_batches=1)
-    backward_s = time.compute_s - time.forward_s
+    backward_s = time.compute_s - time.validation_s
     assert time.exposed_s == pytest.approx(network.seconds(reduction) - backward_s)
 
 
@@ -91,11 +91,14 @@ def test_a_forward_pass_of_a_coupled_loss_has_its_heads() -> None:
         Hardware(1, 1, "h100", 1, 1),
     )
     # two forward passes and a backward pass of all but the heads, and one of each of the heads
-    flops = Flops(model.size.n_blocks, 2, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0)
-    coupled = replace(model, size=replace(model.size, flops=flops))
     network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
-    time = estimate_step_time(coupled, [], network, 1.0, Load(1.0, 16.0, 1.0), micro_batches=1)
-    assert (time.compute_s, time.forward_s) == (4 + 3, 4 / 4 + 3 / 3)
+    load = Load(1.0, 16.0, 1.0)
+    for validation_passes in (1, 2):  # of a validation without the coupled loss, or with it
+        flops = Flops(model.size.n_blocks, 2, validation_passes, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0)
+        coupled = replace(model, size=replace(model.size, flops=flops))
+        time = estimate_step_time(coupled, [], network, 1.0, load, micro_batches=1)
+        assert time.compute_s == 4 + 3
+        assert time.validation_s == validation_passes * 4 / 4 + 3 / 3
 
 
 @pytest.mark.parametrize(("tp", "budget"), [(1, 4096), (4, 4096), (1, 600)])

@@ -79,16 +79,16 @@ def _estimate_time(
 ) -> RunTime:
     """Add up the time of all steps and validations.
 
-    A validation is one forward pass over its cells, and another for a metric of hidden genes. Its
-    communication is not counted.
+    A validation is a forward pass over its cells, or two with a coupled loss; a metric of hidden genes
+    doubles them. Its communication is not counted.
     """
     steps_s = step.step_s * counts.cells_seen / counts.max_cells_per_step
     if options.train.replay_every_steps is not None:
         # a replayed step is computed twice
         steps_s *= 1 + 1 / options.train.replay_every_steps
-    forward_passes = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
-    cells = forward_passes * counts.validations * counts.val_cells
-    validations_s = step.forward_s * cells / counts.max_cells_per_step
+    views = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
+    cells = views * counts.validations * counts.val_cells
+    validations_s = step.validation_s * cells / counts.max_cells_per_step
     hours = (steps_s + validations_s) / 3600
     return RunTime(
         step=step,

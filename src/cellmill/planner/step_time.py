@@ -72,9 +72,8 @@ class StepTime:
     compute_s: float
     exposed_s: float  # communication that no computation overlaps
     idle_s: float  # time that a rank waits for others of its pipeline
-    # one forward pass of the step's cells, as in a validation, with its idle time in a pipeline: not
-    # part of `step_s`
-    forward_s: float
+    # a validation of the step's cells, with its idle time in a pipeline: not part of `step_s`
+    validation_s: float
 
     @property
     def step_s(self) -> float:
@@ -93,7 +92,7 @@ def estimate_step_time(
 
     `traffic` is the traffic of the rank that sends the most.
     """
-    compute_s, forward_s, backward_s = _estimate_compute_time(model, load, flops_per_s)
+    compute_s, validation_s, backward_s = _estimate_compute_time(model, load, flops_per_s)
     exposed_s = 0.0
     gathers_s = 0.0
     reductions_s = 0.0
@@ -122,11 +121,11 @@ def estimate_step_time(
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
     idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)
     validation_idle_frac = estimate_validation_idle_frac(model.parallel, micro_batches)
-    return StepTime(compute_s, exposed_s, idle_s, forward_s / (1 - validation_idle_frac))
+    return StepTime(compute_s, exposed_s, idle_s, validation_s / (1 - validation_idle_frac))
 
 
 def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) -> list[float]:
-    """Estimate the seconds of a step's computation, of one forward pass, and of the backward passes.
+    """Estimate the seconds of a step's computation, of its cells' validation, and of its backward passes.
 
     Each is the time of the pipeline rank that takes the longest for it. Backward passes include
     recomputation. Selective recomputation counts as full, though it computes less.
@@ -140,10 +139,12 @@ def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) 
         finish = flops.count_finish(load) if totals.has_finish else 0.0
         # all passes have the FLOPs of this many forward passes; a coupled loss repeats all but `finish`
         n_forwards = flops.forward_passes + FORWARDS_PER_BACKWARD
-        forward = (begin + blocks) / n_forwards + finish / (1 + FORWARDS_PER_BACKWARD)
+        forward = (begin + blocks) / n_forwards
+        forward_of_finish = finish / (1 + FORWARDS_PER_BACKWARD)
+        validation = flops.validation_passes * forward + forward_of_finish
         recomputes = model.parallel.activation_checkpointing is not None
         recomputed = blocks / n_forwards if recomputes else 0.0
         step = begin + blocks + finish + recomputed
-        backward = FORWARDS_PER_BACKWARD * forward + recomputed
-        flops_by_rank.append((step, forward, backward))
+        backward = FORWARDS_PER_BACKWARD * (forward + forward_of_finish) + recomputed
+        flops_by_rank.append((step, validation, backward))
     return [max(by_rank) / flops_per_s for by_rank in zip(*flops_by_rank)]

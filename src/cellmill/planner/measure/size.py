@@ -68,6 +68,7 @@ class Flops:
     # Forward passes of each micro-batch: 1, or 2 with a coupled loss. Its first pass, without `finish`,
     # collects rows of the whole global batch (`train/batch_rows.py`).
     forward_passes: int
+    validation_passes: int  # the same in a validation, which may leave a coupled loss out
     begin_per_token: float
     block_per_token: float  # one block without its attention
     finish_per_token: float
@@ -260,11 +261,13 @@ def _count_flops(
         per_pair = max(0.0, growth / more_pairs_per_token)
         block_per_token -= per_pair * long_pairs_per_token
     forward_passes = 2 if model.objective.coupled_widths else 1
+    validation_passes = forward_passes if model.objective.validates_coupled_loss else 1
     # all passes of a step have the FLOPs of this many forward passes
     forwards_per_step = forward_passes + FORWARDS_PER_BACKWARD
     return Flops(
         n_blocks=n_blocks,
         forward_passes=forward_passes,
+        validation_passes=validation_passes,
         begin_per_token=forwards_per_step * long.begin.window.flops / long.load.tokens,
         block_per_token=forwards_per_step * block_per_token,
         block_per_cell=forwards_per_step * block_per_cell,
