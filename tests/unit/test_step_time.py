@@ -168,11 +168,12 @@ def test_the_plan_counts_tokens_of_covariates(tmp_path: Path, pp: int) -> None:
     assert corpus.pairs_per_cell == pytest.approx(np.square(with_covariates).mean())
 
 
-def test_the_last_step_of_an_epoch_is_shared_by_all_ranks() -> None:
-    corpus = CorpusSize(np.full(1000, 10), n_genes=60)
+@pytest.mark.parametrize(("n_cells", "counts"), [(1000, (2,)), (1536, (2, 2)), (760, (2,))])
+def test_micro_batches_are_counted_in_full_steps(n_cells: int, counts: tuple[int, ...]) -> None:
+    corpus = CorpusSize(np.full(n_cells, 10), n_genes=60)
     counted = count_micro_batches(corpus, 768, 8, MicroBatchRule(480), token_multiple=1)
-    # 96 cells of each rank, and then 29, of which 48 fit into a micro-batch
-    assert counted.counts == (2, 1)
+    # a full step has 96 cells of each rank, of which 48 fit into a micro-batch
+    assert counted.counts == counts
 
 
 def test_covariates_of_later_steps_are_in_the_largest_batch() -> None:

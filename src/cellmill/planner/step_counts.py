@@ -88,7 +88,7 @@ class StepCounts:
     cells_seen: int  # cells over all steps
     validations: int
     val_cells: int  # cells per validation
-    mean_micro_batches_per_step: float  # in the sampled first steps; the same on every rank
+    mean_micro_batches_per_step: float  # in the sampled full steps; the same on every rank
     max_micro_batches_per_step: int  # in the sampled first steps
     max_micro_batch_tokens: int  # of the largest, with covariates, and in a pipeline with padding
     max_micro_batch_cells: int  # in the sampled first steps
@@ -188,13 +188,15 @@ def _pad_for_pipeline(
 
 
 def _deal_first_steps(cell_tokens: np.ndarray, step_cells: int, dp: int) -> list[TokensByRank]:
-    """Deal cells in order to the first steps, and the cells of each step evenly to `dp` ranks.
+    """Deal cells in order to the first full steps, and the cells of each step evenly to `dp` ranks.
 
-    `cell_tokens`, `(cells,)`, has the tokens of each cell. Ranks without cells are left out.
+    `cell_tokens`, `(cells,)`, has the tokens of each cell. The last step of an epoch, which may have
+    fewer cells, is only dealt if it is the first one. Ranks without cells are left out.
     """
     n_steps = max(1, min(MAX_SAMPLED_STEPS, MAX_SAMPLED_CUTS // dp))
     steps = []
-    for start in range(0, len(cell_tokens), step_cells)[:n_steps]:
+    n_full_cells = max(step_cells, len(cell_tokens) // step_cells * step_cells)
+    for start in range(0, n_full_cells, step_cells)[:n_steps]:
         shares = np.array_split(cell_tokens[start : start + step_cells], dp)
         steps.append([share for share in shares if len(share)])
     return steps
