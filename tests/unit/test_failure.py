@@ -204,7 +204,7 @@ def test_the_message_names_the_first_change_for_the_run(
 
     line = planned()
     assert " per process (activations " in line
-    assert line.endswith("): set parallel.activation_checkpointing to full")
+    assert line.endswith("): lower train.token_budget to 128")
     who = f"rank 3 on {os.uname().nodename}: out of memory ({FULL[:120].rstrip('.')})"
     assert error_line(torch.OutOfMemoryError(FULL), tmp_path) == f"{who}; {line}"
     assert planned(activation_checkpointing="full").endswith("): lower train.token_budget to 128")

@@ -111,6 +111,26 @@ def test_a_remedy_names_every_option_that_it_changes(
     assert instructions in [change.instructions for change in found]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "budgets"),
+    [
+        # a rank has 256 cells of 16 tokens in a step
+        ({}, [2048, 1024]),
+        # and a pipeline cuts them into 8 micro-batches of 512 tokens
+        ({"pp": 2, "microbatches": 8}, [256, 128]),
+    ],
+    ids=str,
+)
+def test_smaller_budgets_make_smaller_micro_batches(
+    parallel: dict[str, int], budgets: list[int]
+) -> None:
+    train = {"token_budget": 1_000_000}
+    options = PlanOptions.model_validate(_sections(train=train, parallel=parallel))
+    found = list_changes(options, CORPUS, _hardware(1, parallel.get("pp", 1)))
+    first = [next(found).instructions for _ in budgets]
+    assert first == [[f"lower train.token_budget to {budget}"] for budget in budgets]
+
+
 def test_full_recomputation_follows_the_selective_one() -> None:
     sections = _sections(parallel={"activation_checkpointing": "selective"})
     found = list_changes(PlanOptions.model_validate(sections), CORPUS, _hardware(1, 1))

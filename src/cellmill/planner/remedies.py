@@ -20,7 +20,7 @@ from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import estimate_memory, exceeds_host_memory, find_overflow
 from cellmill.planner.output.format import format_bytes
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.step_counts import CorpusSize
+from cellmill.planner.step_counts import CorpusSize, count_steps
 
 # smaller token budgets that cost less than recomputing a forward pass
 BUDGETS_BEFORE_RECOMPUTING = 2
@@ -116,7 +116,7 @@ def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     Following the instructions of a change gives exactly its options, which pass the checks of the
     configuration.
     """
-    for candidate in _list_candidates(options, hardware):
+    for candidate in _list_candidates(options, corpus, hardware):
         node_counts = candidate.hardware.node_counts
         try:
             change = _add_required_changes(candidate)
@@ -145,7 +145,9 @@ def _add_required_changes(change: Change) -> Change:
     return change
 
 
-def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Change]:
+def _list_candidates(
+    options: PlanOptions, corpus: CorpusSize, hardware: Hardware
+) -> Iterator[Change]:
     """Yield changes, the least costly in speed first, which `list_changes` checks.
 
     1. Up to BUDGETS_BEFORE_RECOMPUTING smaller token budgets.
@@ -159,15 +161,15 @@ def _list_candidates(options: PlanOptions, hardware: Hardware) -> Iterator[Chang
     Each change that is not kept is tried without the others.
     """
     change = Change([], options, hardware)
-    yield from islice(_list_smaller_budgets(change), BUDGETS_BEFORE_RECOMPUTING)
+    yield from islice(_list_smaller_budgets(change, corpus), BUDGETS_BEFORE_RECOMPUTING)
     if options.parallel.activation_checkpointing != "full":
         change = change.with_parallel(activation_checkpointing="full")
         yield change
-    yield from _list_smaller_budgets(change)
+    yield from _list_smaller_budgets(change, corpus)
     if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
         reduced = change.with_parallel(gradient_reduction="micro_batch")
         yield reduced
-        yield from _list_smaller_budgets(reduced)
+        yield from _list_smaller_budgets(reduced, corpus)
     sharded = _add_full_sharding(change)
     if sharded is not change:
         yield sharded
@@ -230,14 +232,21 @@ def _list_more_nodes(change: Change) -> Iterator[Change]:
         yield change.with_instruction(f"set nodes to {nodes} in the profile", hardware=larger)
 
 
-def _list_smaller_budgets(change: Change) -> Iterator[Change]:
-    """Yield powers of two below the token budget that still hold the largest cell."""
-    train = change.options.train
+def _list_smaller_budgets(change: Change, corpus: CorpusSize) -> Iterator[Change]:
+    """Yield powers of two below the token budget that still hold the largest cell.
+
+    Budgets that leave all micro-batches as they are, since a rank has fewer tokens in a step, are left
+    out.
+    """
+    options = change.options
+    layout = change.hardware.divide(options.parallel)
+    counts = count_steps(options, corpus, layout)
     # the largest power of two below token_budget; 0 if that is 1
-    budget = (1 << (train.token_budget - 1).bit_length()) >> 1
-    while budget >= max(1, change.options.tokens.max_tokens):
-        options = _set_budget(change.options, budget)
-        yield change.with_instruction(f"lower train.token_budget to {budget}", options=options)
+    budget = (1 << (options.train.token_budget - 1).bit_length()) >> 1
+    while budget >= max(1, options.tokens.max_tokens):
+        smaller = _set_budget(options, budget)
+        if count_steps(smaller, corpus, layout) != counts:
+            yield change.with_instruction(f"lower train.token_budget to {budget}", options=smaller)
         budget //= 2
 
 
