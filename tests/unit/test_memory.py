@@ -35,6 +35,7 @@ from cellmill.planner.schedules import (
     count_in_flight,
     estimate_idle_frac,
     estimate_validation_idle_frac,
+    list_splits,
 )
 from cellmill.planner.traffic import LinkBytes, list_traffic, sum_link_bytes
 from tests.checks import quick
@@ -416,9 +417,11 @@ def test_idle_time_agrees_with_the_schedule_table(pp: int, schedule: str, times:
     assert estimate_idle_frac(parallel, micro_batches) == pytest.approx(
         1 - busy / _play(table, parallel), abs=1e-9
     )
-    most = [_most_kept(actions) for actions in table]
-    planned = [count_in_flight(parallel, rank, micro_batches) for rank in range(pp)]
-    assert planned == most
+    for rank, actions in enumerate(table):
+        at_peak = _splits_at_peak(actions, list_stages(rank, parallel))
+        assert {sum(split) for split in at_peak} == {count_in_flight(parallel, rank, micro_batches)}
+        splits = list_splits(parallel, rank, micro_batches)
+        assert {*splits} == {max(at_peak), min(at_peak)}
 
 
 @pytest.mark.parametrize("schedule", TABLED)
@@ -503,10 +506,13 @@ def _needs(parts: list[Any], parallel: Parallel) -> set[tuple[bool, int, int]]:
     return needs
 
 
-def _most_kept(actions: list[Any]) -> int:
-    kept = most = 0
+def _splits_at_peak(actions: list[Any], stages: list[int]) -> set[tuple[int, ...]]:
+    """Micro-batches that each stage keeps, whenever a process keeps the most in all."""
+    kept = dict.fromkeys(stages, 0)
+    seen = set()
     for parts in actions:
         for part in parts:
-            kept += KEPT.get(part.computation_type.name, 0)
-            most = max(most, kept)
-    return most
+            kept[part.stage_index] += KEPT.get(part.computation_type.name, 0)
+            seen.add(tuple(kept.values()))
+    most = max(map(sum, seen))
+    return {split for split in seen if sum(split) == most}

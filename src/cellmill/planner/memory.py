@@ -17,11 +17,13 @@ The framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fracti
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from cellmill.config.options import PlanOptions
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.load import Load, Rates
 from cellmill.planner.planned_model import PlannedModel
-from cellmill.planner.schedules import count_in_flight
+from cellmill.planner.schedules import list_splits
 from cellmill.planner.step_counts import CorpusSize, count_steps
 from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 
@@ -111,7 +113,7 @@ class _RankMemory:
         self.stages = model.list_rank_stages(pp_rank)
         self.micro_batch = micro_batch
         self.micro_batches = micro_batches
-        self.in_flight = count_in_flight(self.parallel, pp_rank, micro_batches)
+        self.splits = list_splits(self.parallel, pp_rank, micro_batches)
         self.persistent = self._estimate_persistent()
 
     @property
@@ -281,15 +283,15 @@ class _RankMemory:
     def _kept_bytes(self) -> float:
         """Estimate the bytes of all activations that are kept when the backward pass begins."""
         size = self.model.size
-        kept_bytes = 0.0
-        for n_micro_batches, stage in zip(self._in_flight_by_stage(), self.stages):
+        bytes_by_stage = []  # of one micro-batch
+        for stage in self.stages:
             stage_bytes = len(stage.blocks) * self._kept_block_bytes
             if stage.has_begin:
                 stage_bytes += self._count_bytes(size.begin.activations)
             if stage.has_finish:
                 stage_bytes += self._count_bytes(size.finish.activations)
-            kept_bytes += n_micro_batches * stage_bytes
-        return kept_bytes
+            bytes_by_stage.append(stage_bytes)
+        return max(float(np.dot(split, bytes_by_stage)) for split in self.splits)
 
     def _block_workspace_bytes(self) -> float:
         """Estimate the bytes that the backward pass of the last block needs besides what is kept."""
@@ -301,13 +303,6 @@ class _RankMemory:
         if self.totals.has_finish:
             workspace_bytes -= self._count_bytes(size.finish.activations)
         return max(workspace_bytes, 0)
-
-    def _in_flight_by_stage(self) -> list[int]:
-        """Count the micro-batches whose activations each stage of the rank holds."""
-        if len(self.stages) == 1:
-            return [self.in_flight]
-        # the first of two stages holds the odd one, since it waits longer for gradients
-        return [-(-self.in_flight // 2), self.in_flight // 2]
 
 
 class HostBytes(NamedTuple):

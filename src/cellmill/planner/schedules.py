@@ -49,6 +49,27 @@ def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int
     return min(all_at_once, in_flight[parallel.schedule])
 
 
+def list_splits(parallel: Parallel, pp_rank: int, micro_batches: int) -> list[tuple[int, ...]]:
+    """List by how many of these micro-batches each stage of a rank holds, at moments when it holds most.
+
+    Of two stages, the first one holds as many as possible at one of these moments, and the second one
+    at the other.
+    """
+    pp = parallel.pp
+    in_flight = count_in_flight(parallel, pp_rank, micro_batches)
+    if parallel.n_stages == pp:
+        return [(in_flight,)]
+    # forward passes of the first stage before a gradient arrives; and of the second stage
+    first = 2 * pp
+    second = pp
+    if parallel.schedule in V_SHAPED:  # gradients come back through the ranks after this one
+        first -= pp_rank
+        second = pp_rank + 1
+    first = min(first, in_flight)
+    second = min(second, in_flight - pp)
+    return [(first, in_flight - first), (in_flight - second, second)]
+
+
 def estimate_idle_frac(parallel: Parallel, micro_batches: float) -> float:
     """Estimate the fraction of a step in which a pipeline rank waits; 0 without a pipeline.
 
