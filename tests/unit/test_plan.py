@@ -1068,6 +1068,13 @@ def test_a_device_without_bfloat16_is_refused(
     assert error == "cellmill plan: no layout fits, for the reasons above\n"
 
 
+def test_a_device_without_tf32_is_refused(printed: Callable[..., tuple[str, str]]) -> None:
+    parallel: dict[str, Any] = {"precision": "32-true", "tf32": True}
+    line = "cellmill plan: parallel.tf32: a v100 has no TF32; set it to no\n"
+    assert printed("--device v100", code=2, parallel=parallel)[1] == line
+    printed("--device v100", parallel=parallel | {"tf32": False})
+
+
 def test_the_search_keeps_compile_and_offload() -> None:
     found, _ = _suggest(parallel={"compile": True, "cpu_offload": "optimizer"})
     suggested = [each.options.parallel for each in found.fitting]

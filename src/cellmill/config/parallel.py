@@ -70,8 +70,8 @@ class Parallel(Section):
     """
     tf32: bool = False
     """With precision 32-true, float32 matrix products of NVIDIA GPUs from Ampere on and of AMD MI300
-    use TF32: several times faster, with three decimal digits. No effect on other devices. Not tested
-    on a GPU.
+    use TF32: several times faster, with three decimal digits. A plan for a V100 refuses it, and a
+    CPU ignores it. Not tested on a GPU.
     """
     activation_checkpointing: Literal["full", "selective"] | None = None
     """full recomputes each block in the backward pass, to save memory; selective recomputes all but

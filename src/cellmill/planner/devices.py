@@ -98,9 +98,7 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
             f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed"
         )
     if parallel.tf32 and device.fp32_flops_per_s is not None and device.tf32_flops_per_s is None:
-        raise ConfigError(
-            f"parallel.tf32: a {name} has no TF32; set it to no, or precision to 16-mixed"
-        )
+        raise ConfigError(f"parallel.tf32: a {name} has no TF32; set it to no")
 
 
 def find_peak_flops_per_s(product: str, parallel: Parallel) -> float | None:
