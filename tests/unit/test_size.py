@@ -165,6 +165,19 @@ def test_activations_equal_those_that_autograd_keeps(
     )
 
 
+@pytest.mark.parametrize("tokens", [32, 128])
+def test_a_small_micro_batch_needs_the_gradient_of_the_table(tokens: int) -> None:
+    given = spec(5000, Tokens.model_validate({"max_tokens": 32}), objective="masked_gene")
+    size = measure_size(given)
+    with size_module._prepare(given, None) as (fitted, method):
+        model = size_module._build(fitted, method, one_block=True)
+        measured = measure_passes(model, fitted, tokens).finish
+    planned = size.finish_workspace.estimate(Load(tokens, pairs=0, cells=tokens / 32))
+    assert measured.kept + measured.workspace <= 1.01 * planned + size.finish.activations.total(
+        Load(tokens, pairs=0, cells=tokens / 32)
+    )
+
+
 @pytest.mark.parametrize("recompute", [None, "selective"])
 def test_a_block_keeps_nothing_that_does_not_grow_with_tokens(recompute: str | None) -> None:
     # weights that autograd keeps are no activations

@@ -32,12 +32,15 @@ class Workspace:
         return self.interpolate(self.equivalent_tokens.total(load))
 
     def interpolate(self, tokens: float) -> float:
-        """Interpolate the elements at a number of tokens of long cells; beyond the largest, extrapolate."""
-        measured, elements = zip((0, 0.0), *self.by_tokens)
-        if tokens >= measured[-1]:
-            slope = (elements[-1] - elements[-2]) / (measured[-1] - measured[-2])
-            return float(elements[-1] + slope * (tokens - measured[-1]))
-        return float(np.interp(tokens, measured, elements))
+        """Interpolate the elements at a number of tokens of long cells, or extrapolate them."""
+        measured, elements = zip(*self.by_tokens)
+        inside = float(np.clip(tokens, measured[0], measured[-1]))
+        estimate = float(np.interp(inside, measured, elements))
+        # the line through the first or the last two
+        end = 0 if tokens < inside else -2
+        slope = elements[end + 1] - elements[end]
+        slope /= measured[end + 1] - measured[end]
+        return max(0.0, estimate + slope * (tokens - inside))
 
 
 def measure_workspace(
@@ -54,7 +57,9 @@ def measure_workspace(
         measure_passes(model, spec, n, token_multiple, length_divisor=2)
         for n in MEASURED_TOKENS[:-1]
     ]
-    kept = separate(*_measure_growth(*long[-2:]), *_measure_growth(*short[-2:]))
+    long_growth, long_kept = _measure_growth(long)
+    short_growth, short_kept = _measure_growth(short)
+    kept = separate(long_growth, long_kept, short_growth, short_kept)
     by_tokens = tuple(_measure_one(passes, kept) for passes in long)
     workspace = Workspace(by_tokens, Rates(per_token=1.0))
     total = sum(elements for _, elements in by_tokens[:-1])
@@ -73,10 +78,15 @@ def measure_workspace(
     return kept, Workspace(by_tokens, equivalent_tokens)
 
 
-def _measure_growth(smaller: PassMeasurements, larger: PassMeasurements) -> tuple[Load, float]:
-    """Subtract the load of the smaller micro-batch, and the elements that `finish` keeps of it."""
-    load = Load(*(more - fewer for more, fewer in zip(larger.load, smaller.load)))
-    return load, larger.finish.kept - smaller.finish.kept
+def _measure_growth(measured: list[PassMeasurements]) -> tuple[Load, float]:
+    """Subtract the second largest micro-batch from the largest: its load, and what `finish` keeps."""
+    smaller, larger = measured[-2:]
+    growth = Load(
+        larger.load.tokens - smaller.load.tokens,
+        larger.load.pairs - smaller.load.pairs,
+        larger.load.cells - smaller.load.cells,
+    )
+    return growth, larger.finish.kept - smaller.finish.kept
 
 
 def _measure_one(passes: PassMeasurements, kept: Rates) -> tuple[float, float]:
