@@ -266,6 +266,21 @@ def test_a_failed_collective_is_named_with_its_rank(
     assert not (tmp_path / "jobs" / "error.txt").exists()
 
 
+def test_a_network_card_that_may_not_lock_memory_is_no_lack_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    message = "Last error:\nCall to ibv_reg_mr failed with error Cannot allocate memory"
+    error = dist.DistBackendError(f"NCCL error: unhandled system error\n{message}")
+    assert find_exhausted_memory(error) is None
+    line = error_line(error, tmp_path)
+    assert line == (
+        f"rank 3 on {os.uname().nodename}: a collective failed: NCCL error: unhandled system error Last error: Call to "
+        "ibv_reg_mr failed with error Cannot allocate memory (no setting of the network); the network card may not "
+        "lock memory: have the limit of locked memory raised on the nodes (ulimit -l unlimited)"
+    )
+
+
 def test_out_of_memory_errors_are_recognised() -> None:
     for allocate in (
         lambda: torch.empty(1 << 58, dtype=torch.uint8),

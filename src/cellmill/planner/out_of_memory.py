@@ -31,6 +31,8 @@ HOST_OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|Cannot allocate memory",
     re.IGNORECASE,
 )
+# NCCL and RCCL: a network card may not lock memory, of which there is enough
+UNLOCKED_MEMORY = re.compile(r"ibv_\w+ failed with error Cannot allocate memory")
 EITHER_OUT_OF_MEMORY = re.compile(
     # the driver's error for host memory that cannot be pinned, and for a GPU that another program fills;
     # torch's own allocations of device memory raise OutOfMemoryError
@@ -54,6 +56,8 @@ def find_exhausted_memory(error: BaseException) -> Literal["device", "host", "ei
     if isinstance(error, OSError):
         return "host" if error.errno == errno.ENOMEM else None
     text = str(error) if isinstance(error, RuntimeError) else ""
+    if UNLOCKED_MEMORY.search(text):
+        return None
     if isinstance(error, MemoryError) or HOST_OUT_OF_MEMORY.search(text):
         return "host"
     if EITHER_OUT_OF_MEMORY.search(text):

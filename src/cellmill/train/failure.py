@@ -17,7 +17,11 @@ from cellmill.errors import UserError
 from cellmill.files import write_text
 from cellmill.launch.job import NODE_LOG
 from cellmill.launch.rendezvous import node_name
-from cellmill.planner.out_of_memory import ask_for_advice, find_exhausted_memory
+from cellmill.planner.out_of_memory import (
+    UNLOCKED_MEMORY,
+    ask_for_advice,
+    find_exhausted_memory,
+)
 from cellmill.planner.remedies import REQUEST_MORE
 from cellmill.runs.jobs import CONNECTION
 
@@ -40,6 +44,11 @@ def error_line(error: BaseException, folder: Path) -> str | None:
     # std::bad_alloc of a backend that read garbage
     if isinstance(error, MemoryError) and _collective(error):
         return _process_group_line(error)
+    if UNLOCKED_MEMORY.search(str(error)):
+        return (
+            f"{_process_group_line(error)}; the network card may not lock memory: have the limit of locked memory "
+            "raised on the nodes (ulimit -l unlimited)"
+        )
     memory = find_exhausted_memory(error)
     if memory is not None:
         return _out_of_memory_line(error, memory, folder)
