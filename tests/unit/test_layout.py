@@ -10,7 +10,13 @@ from cellmill.config.checks import check_nodes, check_together
 from cellmill.config.parallel import Layout, Parallel, divide_processes
 from cellmill.config.parts.families import EncoderConfig
 from cellmill.errors import ConfigError
-from cellmill.planner.devices import DEVICES, find_device, find_peak_flops_per_s, recognise_device
+from cellmill.planner.devices import (
+    DEVICES,
+    find_device,
+    find_peak_flops_per_s,
+    list_sized_devices,
+    recognise_device,
+)
 from tests.checks import refused
 from tests.models import train_options
 
@@ -156,6 +162,11 @@ def test_devices_are_recognised_by_product_name() -> None:
     assert find_peak_flops_per_s("NVIDIA H100 80GB HBM3", bf16) == 989e12
     assert find_peak_flops_per_s("NVIDIA A100-SXM4-80GB", Parallel()) == 19.5e12
     assert find_peak_flops_per_s("NVIDIA A100-SXM4-80GB", tf32) == 156e12
+    # NVIDIA's data sheets, dense: half of the rates with sparsity
+    assert find_peak_flops_per_s("NVIDIA H100 PCIe", bf16) == 756e12
+    assert find_peak_flops_per_s("NVIDIA H100 NVL", bf16) == 835e12
+    assert find_peak_flops_per_s("NVIDIA H100 NVL", Parallel()) == 60e12
+    assert find_peak_flops_per_s("NVIDIA A100-SXM4-40GB MIG 1g.5gb", bf16) is None
     assert find_peak_flops_per_s("something else", bf16) is None
     assert find_peak_flops_per_s("NVIDIA RTX A1000", bf16) is None
     names = {
@@ -163,7 +174,11 @@ def test_devices_are_recognised_by_product_name() -> None:
         "a100_80g": "a100-80gb",
         "a100_3g.20gb": "a100",
         "V100-16GB": "v100-16gb",
+        "nvidia_h100_pcie": "h100-pcie",
+        "NVIDIA H200 NVL": "h200-nvl",
+        "A100-PCIE-40GB": "a100-40gb",
     }
+    assert list_sized_devices("h100") == []
     assert {name: recognise_device(name) for name in names} == names
     assert [DEVICES[name].memory_gb for name in ("a100-40gb", "a100", "v100-16gb")] == [40, 80, 16]
     with refused(

@@ -565,6 +565,9 @@ def test_what_differs_on_a_node_changes_one_line(changes: dict[str, Any], line: 
          "?   GPUs: 4 x NVIDIA A100-SXM4-80GB on n1, but the plan assumes h100; set-resources: plan: device"),
         ({"gpus": SMALL}, {}, "?   GPUs: 4 x NVIDIA A100-PCIE-40GB on n1, but the plan assumes a100 with 80 GB; "
          "set-resources: plan: device: a100-40gb"),
+        ({"gpus": ["NVIDIA H100 PCIe"] * 4}, {"device": "h100"},
+         "?   GPUs: 4 x NVIDIA H100 PCIe on n1, but the plan assumes h100 with 80 GB; "
+         "set-resources: plan: device: h100-pcie"),
         ({"gpus": SMALL}, {"device": "a100-40gb"}, "ok  GPUs: 4 x NVIDIA A100-PCIE-40GB on n1"),
         ({"gpus": [], "cuda": None, "torch": "2.13.0+cpu"}, {},
          "no  GPUs: torch 2.13.0+cpu on n1 is built without CUDA; "

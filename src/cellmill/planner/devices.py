@@ -1,9 +1,10 @@
 """Peak rates of devices from the vendors' data sheets: dense matrix products, and links.
 
 Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric
-inside a node (PCIe 4.0 x16 for l40s), and the node's network cards divided by its devices: DGX-1
-4 x 100 Gb/s for 8, DGX A100 8 x 200, DGX H100, H200 and B200 8 x 400, MI300X platforms 8 x 400,
-L40S servers 2 x 200 for 4.
+inside a node (PCIe 4.0 x16 for l40s, PCIe 5.0 x16 for pcie and nvl, without the bridges between
+some of them), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100
+8 x 200, DGX H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers and others with PCIe
+2 x 200 for 4.
 """
 
 import re
@@ -11,6 +12,9 @@ from dataclasses import dataclass, replace
 
 from cellmill.config.parallel import Parallel
 from cellmill.errors import ConfigError
+
+# a part of a GPU (MIG), such as 3g.20gb
+SLICE = re.compile(r"\d+g\.\d+gb")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Device:
 _V100 = Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False)
 _A100 = Device(80, 312e12, 19.5e12, 300, 25, tf32_flops_per_s=156e12)
 _H100 = Device(80, 989e12, 67e12, 450, 50, tf32_flops_per_s=494e12)
+_H100_PCIE = Device(80, 756e12, 51e12, 64, 12.5, tf32_flops_per_s=378e12)
+_H100_NVL = Device(94, 835e12, 60e12, 64, 12.5, tf32_flops_per_s=417e12)
 DEVICES = {
     "cpu": Device(None, None, None, None, None),
     "v100": _V100,
@@ -48,7 +54,10 @@ DEVICES = {
     "a100-80gb": _A100,
     "l40s": Device(48, 362e12, 91.6e12, 32, 12.5, tf32_flops_per_s=183e12),
     "h100": _H100,
+    "h100-pcie": _H100_PCIE,
+    "h100-nvl": _H100_NVL,
     "h200": replace(_H100, memory_gb=141),
+    "h200-nvl": replace(_H100_NVL, memory_gb=141),
     "b200": Device(180, 2250e12, 75e12, 900, 50, tf32_flops_per_s=1100e12),
     "mi300x": Device(192, 1307e12, 163.4e12, 448, 50, tf32_flops_per_s=653e12),
 }
@@ -65,13 +74,19 @@ def find_device(name: str) -> Device:
 
 
 def recognise_device(product: str) -> str:
-    """Name the device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown."""
+    """Name the device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown.
+
+    A slice of a device has the name of the whole: a100 for a100_3g.20gb.
+    """
     words = product.lower()
-    chip = ""  # name of the device without a size of memory
+    chip = ""  # name of the device without a size of memory or a form
     for name in DEVICES:
         if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
             chip = name
             break
+    form = re.search(r"(?<![a-z])(pcie|nvl)(?![a-z])", words)
+    if form and f"{chip}-{form[1]}" in DEVICES:
+        return f"{chip}-{form[1]}"
     memory = re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
     sized = f"{chip}-{memory[1]}gb" if memory else ""
     return sized if sized in DEVICES else chip
@@ -79,7 +94,7 @@ def recognise_device(product: str) -> str:
 
 def list_sized_devices(name: str) -> list[str]:
     """List the devices that are `name` with a size of memory, such as a100-40gb."""
-    return [sized for sized in DEVICES if sized.startswith(f"{name}-")]
+    return [sized for sized in DEVICES if re.fullmatch(rf"{name}-\d+gb", sized)]
 
 
 def describe_assumption(name: str) -> str:
@@ -102,6 +117,8 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 
 def find_peak_flops_per_s(product: str, parallel: Parallel) -> float | None:
-    """Find the peak FLOP/s of a product such as NVIDIA H100 80GB HBM3; None if it is unknown."""
+    """Find the peak FLOP/s of a product such as NVIDIA H100 80GB HBM3; None if unknown, as of a slice."""
     name = recognise_device(product)
-    return DEVICES[name].peak_flops_per_s(parallel) if name else None
+    if not name or SLICE.search(product.lower()):
+        return None
+    return DEVICES[name].peak_flops_per_s(parallel)

@@ -14,7 +14,7 @@ from cellmill import __version__
 from cellmill.config.machine import Machine
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End
-from cellmill.planner.devices import DEVICES, list_sized_devices, recognise_device
+from cellmill.planner.devices import DEVICES, recognise_device
 from cellmill.preflight.check import TRAIN, Check, doubt, judge, no, ok
 
 CLOCK_S = 2.0  # skew that is reported: Snakemake compares times of files
@@ -184,10 +184,8 @@ def judge_gpus(machine: Machine, device: str, nodes: Reports) -> Check:
     if kind not in products[0].lower():
         remedy = "set-resources: plan: device"
         return doubt("GPUs", f"{text}, but the plan assumes {device}", remedy)
-    if (
-        recognised in list_sized_devices(kind)
-        and DEVICES[recognised].memory_gb != DEVICES[device].memory_gb
-    ):
+    # the product's name has a size of memory or a form, and the plan assumes another
+    if recognised != kind and DEVICES[recognised] != DEVICES[device]:
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
         remedy = f"set-resources: plan: device: {recognised}"
         return doubt("GPUs", f"{text}, but the plan assumes {assumed}", remedy)

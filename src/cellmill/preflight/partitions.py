@@ -1,19 +1,16 @@
 """Choice of two partitions for a new profile: for the training, and for stages without a GPU."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from cellmill.errors import UserError
-from cellmill.planner.devices import DEVICES, recognise_device
+from cellmill.planner.devices import DEVICES, SLICE, recognise_device
 from cellmill.preflight.job_request import describe_gpus
 from cellmill.preflight.site import Node, Partition, SlurmFacts
 
 DAY_MIN = 1440
-# a part of a GPU (MIG); processes on several cannot form one training
-_SLICE = re.compile(r"\d+g\.\d+gb")
 T = TypeVar("T")
 
 
@@ -47,7 +44,7 @@ class Offer:
 
     @property
     def is_sliced(self) -> bool:
-        return bool(_SLICE.search(self.kind))
+        return bool(SLICE.search(self.kind))
 
     @property
     def merits(self) -> dict[str, int]:
@@ -172,8 +169,8 @@ def _list_offers(partition: Partition, request: Request) -> Iterator[Offer]:
         gpus_by_node = sorted((node.gpus.get(kind, 0) for node in nodes), reverse=True)
         max_gpus = gpus_by_node[n_nodes - 1]
         gpus = request.gpus or max_gpus
-        if not request.gpus and _SLICE.search(kind):
-            gpus = min(1, max_gpus)
+        if not request.gpus and SLICE.search(kind):
+            gpus = min(1, max_gpus)  # processes on several slices cannot form one training
         if 0 < gpus <= max_gpus:
             able = [node for node in nodes if node.gpus.get(kind, 0) >= gpus]
             yield Offer(partition, able, gpus, kind)
