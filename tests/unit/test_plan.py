@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from small_corpus import stream_of, write_corpus
 
@@ -20,7 +22,7 @@ from cellmill.cli import main
 from cellmill.config.checks import check_together
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Layout
+from cellmill.config.parallel import Layout, Parallel
 from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import (
@@ -29,7 +31,9 @@ from cellmill.data.stream.batch_tokenizer import (
 )
 from cellmill.errors import ConfigError
 from cellmill.models.build import ModelSpec
+from cellmill.planner.devices import find_device
 from cellmill.planner.hardware import Hardware, find_hardware
+from cellmill.planner.measure.cpu_speed import SIDE, measure_cpu
 from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.size import measure_size
 from cellmill.planner.memory import estimate_memory, find_overflow
@@ -1028,7 +1032,7 @@ def test_one_table_has_the_time_on_each_number_of_gpus(
     assert shares[-1] == pytest.approx(100 * gpu_hours[0] / gpu_hours[-1], rel=0.02)
     # the same as a plan of that number alone
     alone = printed(f"{words} --nodes 4", stream=lanes)[0]
-    assert f"time        {times[5]} of training, GPU time {gpu_times[5]} at " in alone
+    assert f"time        {times[5]} in all, GPU time {gpu_times[5]} at " in alone
     # a number that cannot work says why
     odd = printed(
         "--device h100 --nproc-per-node 6 --cells 5e6",
@@ -1046,8 +1050,8 @@ def test_hours_on_cpu_cores_come_from_a_measured_rate(
     lines = capsys.readouterr().out.splitlines()
     [line] = [line for line in lines if line.startswith(("time ", "step time"))]
     match = re.fullmatch(
-        r"time        about (\d+) s of training, without start-up, at 35% \(plan.mfu_frac\) of ([\d,]+) GFLOP/s per "
-        "process, measured now on all CPU cores here; steps of a few ms take longer",
+        r"time        about (\d+) s in all, without start-up, at 35% \(plan.mfu_frac\) of ([\d,]+) GFLOP/s per "
+        "process in 32-true, measured now on all CPU cores here; steps of a few ms take longer",
         line,
     )
     assert match is not None, line
@@ -1056,6 +1060,29 @@ def test_hours_on_cpu_cores_come_from_a_measured_rate(
     rate = float(match[2].replace(",", "")) * 1e9
     seconds = max(1, flops / (0.35 * rate))
     assert float(match[1]) == pytest.approx(seconds, rel=0.6, abs=0.5)
+
+
+def test_the_speed_of_cpu_cores_is_that_of_the_number_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    product = torch.mm
+
+    def slow_in_half(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if left.dtype != torch.float32:
+            time.sleep(1)
+            return left
+        return product(left, right)
+
+    monkeypatch.setattr(torch, "mm", slow_in_half)
+    cpu = find_device("cpu")
+    flops = 2 * SIDE**3
+    for precision in ("bf16-mixed", "16-mixed"):
+        parallel = Parallel(precision=precision)
+        rate = measure_cpu(cpu, 1, precision).peak_flops_per_s(parallel)
+        assert rate == pytest.approx(flops, rel=0.1)
+    rate = measure_cpu(cpu, 1).peak_flops_per_s(Parallel())
+    assert rate is not None
+    assert rate > 5 * flops
 
 
 def test_a_device_without_bfloat16_is_refused(

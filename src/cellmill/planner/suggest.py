@@ -68,7 +68,7 @@ def suggest_layouts(
     hardware = find_hardware(options, machine, device_name)
     device = find_device(device_name)
     if device_name == "cpu":
-        device = measure_cpu(device, hardware.nproc_per_node)
+        device = measure_cpu(device, hardware.nproc_per_node, options.parallel.precision)
     fitting = []
     bytes_of_too_large = []
     refused: Counter[str] = Counter()

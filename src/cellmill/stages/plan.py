@@ -233,13 +233,14 @@ def _format_cpu_plan(run_plan: RunPlan) -> list[str]:
     """Format the plan, and its time at the speed that is measured on this machine's CPU cores."""
     cost = run_plan.cost
     hardware = run_plan.hardware
-    cpu = measure_cpu(find_device("cpu"), hardware.nproc_per_node)
+    precision = cost.options.parallel.precision
+    cpu = measure_cpu(find_device("cpu"), hardware.nproc_per_node, precision)
     time = estimate_cost(cost.options, run_plan.corpus, hardware, cpu).time
     assert time is not None, "the rate was measured"
     duration = span(max(1.0, 3600 * time.hours))
     text = (
-        f"about {duration} of training, without start-up, at {cost.options.plan.mfu_frac:.0%} (plan.mfu_frac) of "
-        f"{(cpu.fp32_flops_per_s or 0) / 1e9:,.0f} GFLOP/s per process, measured now on all CPU cores here; "
-        "steps of a few ms take longer"
+        f"about {duration} in all, without start-up, at {cost.options.plan.mfu_frac:.0%} (plan.mfu_frac) of "
+        f"{(cpu.fp32_flops_per_s or 0) / 1e9:,.0f} GFLOP/s per process in {precision}, measured now on all CPU cores "
+        "here; steps of a few ms take longer"
     )
     return [format_plan(run_plan, time), format_line("time", text)]

@@ -69,7 +69,7 @@ class Planner:
         # see _measure_cells; None if the cells cannot be read
         self._measured: tuple[float, float] | None = None
         with threadpool_limits(1):  # processes that fork later must inherit no threads
-            speed = measure_cpu(find_device("cpu"), 1, time.thread_time).fp32_flops_per_s
+            speed = measure_cpu(find_device("cpu"), 1, clock=time.thread_time).fp32_flops_per_s
             assert speed is not None, "the rate was measured"
             self._slowness = REFERENCE_FLOPS_PER_S / speed
             with suppress(Exception):  # the tasks that read the same cells will say why

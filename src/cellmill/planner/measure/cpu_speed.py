@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from cellmill.parallel.apply import COMPUTE_DTYPE
 from cellmill.planner.devices import Device
 
 SIDE = 768  # rows and columns of the multiplied matrices
@@ -15,14 +16,18 @@ LINK_GB_PER_S = 10.0
 
 
 def measure_cpu(
-    device: Device, nproc_per_node: int, clock: Callable[[], float] = time.perf_counter
+    device: Device,
+    nproc_per_node: int,
+    precision: str = "32-true",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Device:
     """Give `device` the FLOP/s that a process reaches if `nproc_per_node` share the cores.
 
-    The rate is the best of several float32 matrix products by torch, on the cores that torch uses
-    here, not those that a job requests. Pass a clock of CPU time to leave out other programs.
+    The rate is the best of several matrix products by torch in the number format of `precision`, on the
+    cores that torch uses here, not those that a job requests. With one thread, pass its clock of CPU
+    time to leave out other programs.
     """
-    matrix = torch.ones(SIDE, SIDE)
+    matrix = torch.ones(SIDE, SIDE, dtype=COMPUTE_DTYPE.get(precision, torch.float32))
     best_s = float("inf")
     began = time.perf_counter()
     while time.perf_counter() - began < MEASURED_S:

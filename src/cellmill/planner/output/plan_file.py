@@ -121,7 +121,7 @@ def _scale_lr(train: Train) -> tuple[float, float] | None:
     """Scale the default learning rate to the run's batch.
 
     Return it scaled by the square root of the ratio of batch sizes (Adam; Malladi et al. 2022), and by
-    the ratio (SGD; Goyal et al. 2017). None if the run keeps the default batch or sets train.lr.
+    the ratio (SGD; Goyal et al. 2017). None if the run has the default batch or another rate.
     """
     ratio = train.global_batch / DEFAULT_BATCH
     if train.lr != DEFAULT_LR or ratio == 1:
@@ -247,7 +247,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         peak += f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} without communication and idle time)"
     yield (
         "time",
-        f"{format_hours(time.hours)} of training, GPU time {format_hours(time.gpu_hours)} at {peak}",
+        f"{format_hours(time.hours)} in all, GPU time {format_hours(time.gpu_hours)} at {peak}",
     )
     micro_batch_ms = 1e3 * step.compute_s / cost.counts.mean_micro_batches_per_step
     if micro_batch_ms < LAUNCHES_MS:
