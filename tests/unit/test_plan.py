@@ -595,6 +595,24 @@ def test_a_warning_of_the_warm_up_is_stored(corpus: Manifest, tmp_path: Path) ->
     assert "train.warmup_steps 20 leaves no step after the warm-up" in planned["warnings"]
 
 
+@pytest.mark.parametrize(("lengths", "is_warned"), [([10, 10, 40], True), ([20, 21], False)])
+def test_a_family_that_pads_cells_gets_a_warning(lengths: list[int], is_warned: bool) -> None:
+    model = {"family": "hf", "architecture": {"model_type": "bert"}, "weights": "random"}
+    objective = {"name": "masked_gene", "cell_loss_weight": 0}
+    tokens = {"tokenizer": "rank", "max_tokens": 40}
+    options = PlanOptions.model_validate(
+        SECTIONS | {"model": model, "objective": objective, "tokens": tokens}
+    )
+    genes = np.array(lengths)
+    corpus = plan.PlannedCorpus(options, CorpusSize(genes, 60), genes, genes)
+    warnings = [line for line in plan._list_warnings(corpus, 500) if "pads cells" in line]
+    text = (
+        "family hf pads cells to the longest of their micro-batch, which is not planned: activations, logits, FLOPs "
+        "and time may be 2.0 times larger; if memory runs out, lower train.token_budget"
+    )
+    assert warnings == ([text] if is_warned else [])
+
+
 def test_a_micro_batch_has_its_covariates_apart(
     printed: Callable[..., tuple[str, str]],
 ) -> None:

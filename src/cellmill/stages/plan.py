@@ -40,6 +40,7 @@ ASSUMED_CELLS = 1_000_000
 # at most this many assumed cells are stored, or one step if that has more: they are all alike
 MAX_STORED_CELLS = 1 << 22
 ASSUMED_GENES = 20_000
+LARGE_PADDING = 1.1  # padded tokens per token that get a warning
 ASSUMED_LEVELS = 16  # levels of an obs column that the run reads
 
 
@@ -201,6 +202,13 @@ def _list_warnings(corpus: PlannedCorpus, steps: int) -> list[str]:
     warmup_steps = options.train.warmup_steps
     if warmup_steps >= steps:
         warnings.append(f"train.warmup_steps {warmup_steps} leaves no step after the warm-up")
+    padded = corpus.size.gene_tokens.max() / corpus.size.gene_tokens.mean()
+    if options.model.pads_cells and padded >= LARGE_PADDING:
+        warnings.append(
+            f"family {options.model.family} pads cells to the longest of their micro-batch, which is not planned: "
+            f"activations, logits, FLOPs and time may be {padded:.1f} times larger; if memory runs out, lower "
+            "train.token_budget"
+        )
     # a family without sequence parallelism has no tokens to divide: its blocks compute on a row per cell
     blocks_compute_on_cells = not options.model.sequence_parallel
     if corpus.cut_cells_frac and blocks_compute_on_cells:  # more tokens cost little

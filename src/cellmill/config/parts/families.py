@@ -159,6 +159,7 @@ class HfConfig(FamilyConfig):
     value_kinds = ("none", "place")
     objectives = ("masked_gene", "cell_decoding", "supervised_contrastive")
     compiles = False
+    pads_cells = True
     weight_keys = ("family", "architecture", "residue_ids")
     family: Literal["hf"] = "hf"
     path: str | None = None

@@ -74,6 +74,8 @@ class FamilyConfig(Plugin):
     sequence_parallel: ClassVar[bool] = True
     # whether its blocks have methods that `parallel.compile` can compile
     compiles: ClassVar[bool] = True
+    # whether the cells of a micro-batch are padded to the longest
+    pads_cells: ClassVar[bool] = False
     # whether cells may have tokens of obs columns before their genes
     covariates: ClassVar[bool] = False
     objectives: ClassVar[tuple[str, ...]] = ()
