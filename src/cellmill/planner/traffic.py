@@ -172,10 +172,10 @@ def _list_tensor_parallel_calls(
 ) -> Iterator[CollectiveCalls]:
     """Yield the calls that sum activations and their gradients over tensor-parallel ranks.
 
-    With sequence parallelism, a reduce-scatter and an all-gather replace each all-reduce of a block.
+    Calls of a block are the blocks, times the passes, times the calls of a pass. With sequence
+    parallelism, a reduce-scatter and an all-gather replace each all-reduce of a block.
     """
     size = model.size
-    parallel = model.parallel
     forward_passes = size.flops.forward_passes
     # `finish` is measured over its forward and backward pass: a step has one of each
     begin_passes = forward_passes * int(totals.has_begin)
@@ -183,29 +183,28 @@ def _list_tensor_parallel_calls(
         end_bytes = model.element_bytes * passes * end.collective_elements.total(load)
         n_calls = passes * end.collectives * micro_batches
         yield CollectiveCalls("all-reduce", "tp", end_bytes, n_calls)
-    # A backward pass has as many all-reduces as a forward pass. With activation checkpointing it also
-    # repeats the forward pass's all-reduces but the last, whose result it does not need.
-    all_reduces_per_pass = size.block.collectives
-    recomputes = parallel.activation_checkpointing is not None
-    n_repeated = max(0, all_reduces_per_pass - 1) if recomputes else 0
-    all_reduces_per_block = (forward_passes + 1) * all_reduces_per_pass + n_repeated
-    bytes_per_call = model.element_bytes * size.block.collective_elements.total(load)
-    bytes_per_call /= max(1, all_reduces_per_pass)
-    n_all_reduces = totals.n_blocks * all_reduces_per_block
-    kind: Kind = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    block_bytes = n_all_reduces * bytes_per_call
-    yield CollectiveCalls(kind, "tp", block_bytes, n_all_reduces * micro_batches)
-    if parallel.sequence_parallel:
-        # recomputation repeats every gather, also the one before the last reduction
-        gathers_per_block = (forward_passes + 1 + int(recomputes)) * all_reduces_per_pass
-        # at the model's ends a backward pass gathers the gradients of the blocks' input, and a
-        # forward pass gathers the blocks' output
-        end_gathers = int(totals.has_begin) + forward_passes * int(totals.has_finish)
-        bytes_per_end_gather = model.element_bytes * size.block_input.total(load) * model.layout.tp
-        block_gathers = totals.n_blocks * gathers_per_block
-        gathered_bytes = block_gathers * bytes_per_call + end_gathers * bytes_per_end_gather
-        n_gathers = (block_gathers + end_gathers) * micro_batches
-        yield CollectiveCalls("all-gather", "tp", gathered_bytes, n_gathers)
+    # A backward pass has as many sums as a forward pass. With activation checkpointing it also repeats
+    # the forward pass's sums but the last, whose result it does not need.
+    sums_per_pass = size.block.collectives
+    recomputes = model.parallel.activation_checkpointing is not None
+    n_repeated = max(0, sums_per_pass - 1) if recomputes else 0
+    n_sums = totals.n_blocks * ((forward_passes + 1) * sums_per_pass + n_repeated)
+    bytes_per_sum = model.element_bytes * size.block.collective_elements.total(load)
+    bytes_per_sum /= max(1, sums_per_pass)
+    kind: Kind = "reduce-scatter" if model.parallel.sequence_parallel else "all-reduce"
+    yield CollectiveCalls(kind, "tp", n_sums * bytes_per_sum, n_sums * micro_batches)
+    if not model.parallel.sequence_parallel:
+        return
+    # recomputation repeats every gather, also the one before the last sum
+    n_gathers = totals.n_blocks * (forward_passes + 1 + int(recomputes)) * sums_per_pass
+    yield CollectiveCalls("all-gather", "tp", n_gathers * bytes_per_sum, n_gathers * micro_batches)
+    # at the model's ends a backward pass gathers the gradients of the blocks' input, and a forward pass
+    # gathers the blocks' output
+    n_end_gathers = int(totals.has_begin) + forward_passes * int(totals.has_finish)
+    bytes_per_end = model.element_bytes * size.block_input.total(load) * model.layout.tp
+    yield CollectiveCalls(
+        "all-gather", "tp", n_end_gathers * bytes_per_end, n_end_gathers * micro_batches
+    )
 
 
 def _list_pipeline_calls(
