@@ -6,8 +6,11 @@ element. Without FSDP2, autocast keeps some activations and all gradients in flo
 
 The peak is at one of three moments of a step:
 
-- The backward pass begins.
-- The backward pass has reached the first block.
+- The backward pass begins: all activations are allocated, and the gradients of one block.
+- The backward pass has reached the first block: gradients of all blocks are allocated. A pipeline
+  is never at its peak then, since the second micro-batch's backward pass begins with all gradients and
+  more activations. A second copy of the gradients, of several micro-batches or of
+  DistributedDataParallel's buckets, is counted only at the beginning: with one, the peak is there.
 - FSDP2 reduces the last gradients.
 
 The framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that
@@ -92,8 +95,6 @@ def estimate_rank_memory(
     """Estimate the peak memory of a process of one pipeline rank in a step of `micro_batches`."""
     moments = _RankMemory(model, pp_rank, micro_batch, micro_batches)
     peaks = [moments.at_backward_start()]
-    # A pipeline is never at its peak at the first block: once the second micro-batch's backward pass
-    # begins, all gradients are allocated, and more activations than at the first block.
     if model.layout.pp == 1:
         peaks.append(moments.at_first_block())
     if model.uses_fsdp:
@@ -121,7 +122,7 @@ class _RankMemory:
         """Bytes of the float32 gradients of this rank's shard; full offload keeps them on the host."""
         if self.parallel.cpu_offload == "full":
             return 0
-        return FLOAT32_BYTES * self.model.count_shard(self.totals.trained)
+        return FLOAT32_BYTES * self.model.divide_by_shards(self.totals.trained)
 
     @property
     def _accumulated_bytes(self) -> int:
@@ -138,8 +139,8 @@ class _RankMemory:
         size = model.size
         totals = self.totals
         offload = self.parallel.cpu_offload
-        trained_shard = model.count_shard(totals.trained)
-        parameters_shard = model.count_shard(totals.parameters)
+        trained_shard = model.divide_by_shards(totals.trained)
+        parameters_shard = model.divide_by_shards(totals.parameters)
         if offload == "full":
             parameters_shard = 0
         average_bytes = 0
@@ -159,10 +160,7 @@ class _RankMemory:
         )
 
     def at_backward_start(self) -> Memory:
-        """Estimate the memory when the backward pass begins.
-
-        All activations are allocated, and the gradients of one block.
-        """
+        """Estimate the memory when the backward pass begins."""
         model = self.model
         block = model.size.block
         logits_bytes = 0.0
@@ -172,7 +170,7 @@ class _RankMemory:
         if model.uses_fsdp and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
             # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
             # the shards of earlier micro-batches
-            shard = model.count_shard(block.trained)
+            shard = model.divide_by_shards(block.trained)
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
@@ -199,9 +197,7 @@ class _RankMemory:
     def at_first_block(self) -> Memory:
         """Estimate the memory when the backward pass has reached the first block.
 
-        Gradients of all blocks are allocated, and activations of the first block and the part before
-        it. A second copy of the gradients, which `at_backward_start` counts, is left out here: if there
-        is one, the peak is at the start, with the activations of all blocks.
+        Activations of this block and of the part before it are allocated.
         """
         model = self.model
         size = model.size
@@ -335,8 +331,8 @@ def estimate_host_bytes_per_process(model: PlannedModel) -> HostBytes:
         elif offload == "optimizer":  # trained weights, their gradients, optimizer state
             offloaded = max(offloaded, (2 + model.optimizer_states) * totals.trained)
     return HostBytes(
-        offload=FLOAT32_BYTES * model.count_shard(offloaded),
-        staging=FLOAT32_BYTES * model.count_shard(staged),
+        offload=FLOAT32_BYTES * model.divide_by_shards(offloaded),
+        staging=FLOAT32_BYTES * model.divide_by_shards(staged),
     )
 
 

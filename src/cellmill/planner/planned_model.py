@@ -14,6 +14,14 @@ from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 
 
+class PlannedStage(NamedTuple):
+    """One pipeline stage of a model; without a pipeline, all of it."""
+
+    blocks: range  # numbers of this stage's blocks in the model
+    has_begin: bool  # True if the stage has the part before the blocks
+    has_finish: bool  # True if the stage has the part after the blocks
+
+
 class RankTotals(NamedTuple):
     """Totals over the stages of one pipeline rank."""
 
@@ -25,14 +33,6 @@ class RankTotals(NamedTuple):
     # parameters outside the blocks; tied parameters are in both the first and the last stage
     outside_parameters: int
     outside_trained: int
-
-
-class PlannedStage(NamedTuple):
-    """One pipeline stage of a model; without a pipeline, all of it."""
-
-    blocks: range  # numbers of this stage's blocks in the model
-    has_begin: bool  # True if the stage has the part before the blocks
-    has_finish: bool  # True if the stage has the part after the blocks
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class PlannedModel:
         """Data-parallel ranks that share one copy of the weights."""
         return self.layout.dp_shard if self.uses_fsdp else 1
 
-    def count_shard(self, elements: int) -> int:
-        """Count the elements of one rank's shard."""
+    def divide_by_shards(self, elements: int) -> int:
+        """Divide elements by the ranks that share a copy of the weights, rounded up."""
         return -(-elements // self.ranks_per_copy)
 
     def list_rank_stages(self, pp_rank: int) -> list[PlannedStage]:
