@@ -66,13 +66,13 @@ def find_exhausted_memory(error: BaseException) -> Literal["device", "host", "ei
 
 
 def ask_for_advice(
-    run_json: Path, world_size: int, nproc_per_node: int, device_name: str, memory: str
+    run_json: Path, world_size: int, nproc_per_node: int, device_name: str, exhausted: str
 ) -> str | None:
     """Run `advise` in a new process, since sizes are measured without a process group.
 
     Return None if that process fails.
     """
-    arguments = [str(run_json), str(world_size), str(nproc_per_node), device_name, memory]
+    arguments = [str(run_json), str(world_size), str(nproc_per_node), device_name, exhausted]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *arguments]
     try:
         done = subprocess.run(
@@ -88,11 +88,11 @@ def advise(
     world_size: int,
     nproc_per_node: int,
     device_name: str = "cpu",
-    memory: str = "device",
+    exhausted: str = "device",
 ) -> str:
     """State the planned memory of a process, and the first change with which it needs a fifth less.
 
-    If `memory` is "host", state the host memory of a node instead, and ask for more.
+    If `exhausted` is "host", state the host memory of a node instead, and ask for more.
 
     The plan counts every training cell of the shards once: `stream.train_frac` and
     `stream.weight_by` are not applied, so "the plan was" may differ from plan.json.
@@ -117,7 +117,7 @@ def advise(
         device_bytes=0,  # a remedy is measured against the plan, not the device
         usable_bytes=0,
     )
-    if memory == "host":
+    if exhausted == "host":
         needed = estimate_host_bytes_per_node(PlannedModel.measure(options, corpus, hardware))
         return (
             f"the plan was to hold {format_bytes(needed)} in host memory per node: {REQUEST_MORE}, "
