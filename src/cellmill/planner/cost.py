@@ -53,7 +53,7 @@ def estimate_cost(
     )
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
     flops_per_step = whole_size.flops.count(mean_cell) * counts.max_cells_per_step
-    load = _divide_load(corpus, counts, model.layout.dp)
+    load = _find_rank_load(corpus, counts, model.layout.dp)
     traffic_by_rank = [
         list_traffic(model, pp_rank, load, counts.mean_micro_batches_per_step)
         for pp_rank in range(model.layout.pp)
@@ -99,8 +99,8 @@ def _estimate_time(
     )
 
 
-def _divide_load(corpus: CorpusSize, counts: StepCounts, dp: int) -> Load:
-    """Divide the largest step over `dp` data-parallel ranks, and return the load of one rank.
+def _find_rank_load(corpus: CorpusSize, counts: StepCounts, dp: int) -> Load:
+    """Find the load of one of `dp` data-parallel ranks in the largest step.
 
     Padding of a pipeline is computed like any other tokens, in cells of PAD_CELL tokens.
     """

@@ -18,7 +18,7 @@ class Hardware:
     nodes: int  # the fewest of a range, since a process then needs the most memory
     nproc_per_node: int
     device_name: str  # of each process
-    device_bytes: int  # device memory of one process
+    device_bytes: int  # device memory of one process; on CPUs its share of the node's memory
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
     # host memory that a job requests per node; 0 for all of it, or if unknown
     requested_host_bytes: int = 0

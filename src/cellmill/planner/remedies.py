@@ -69,22 +69,23 @@ def find_max_fitting_token_budget(
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit.
 
-    If the run itself needs more host memory than its job requests, the request is to be raised too.
+    If the run itself needs more host memory than its job requests, the request is to be raised too, and
+    changes may need more as well.
     """
-    raise_request = []
+    host_instructions = []
     if exceeds_host_memory(PlannedModel.measure(options, corpus, hardware), hardware):
-        raise_request = [REQUEST_MORE]
+        host_instructions = [REQUEST_MORE]
         hardware = replace(hardware, requested_host_bytes=0)
     for change in list_changes(options, corpus, hardware):
         if find_overflow(change.options, corpus, change.hardware) is None:
-            return " and ".join(change.instructions + raise_request)
+            return " and ".join(change.instructions + host_instructions)
     if options.plan.memory_gb:
         last_resort = "raise plan.memory_gb if the device has more, or use a smaller model"
     elif hardware.device_name == "cpu":
         last_resort = f"{REQUEST_MORE}, or use a machine with more, or a smaller model"
     else:
         last_resort = "use a device with more memory, or a smaller model"
-    return ", and ".join([last_resort, *raise_request])
+    return ", and ".join([last_resort, *host_instructions])
 
 
 @dataclass(frozen=True)
@@ -151,14 +152,14 @@ def _list_candidates(
     """Yield changes, the least costly in speed first, which `list_changes` checks.
 
     1. Up to BUDGETS_BEFORE_RECOMPUTING smaller token budgets.
-    2. Full recomputation, kept in all that follows.
+    2. Full recomputation.
     3. Smaller token budgets.
     4. A reduction of gradients in each micro-batch, and then smaller token budgets with it.
-    5. Full sharding, kept in all that follows.
+    5. Full sharding.
     6. More tensor-parallel ranks, more pipeline ranks, or offload.
     7. More nodes.
 
-    Each change that is not kept is tried without the others.
+    Items 2 and 5 are kept in all that follow them; every other item is tried alone on top of them.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change, corpus), BUDGETS_BEFORE_RECOMPUTING)

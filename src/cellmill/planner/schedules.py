@@ -41,7 +41,7 @@ def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int
         # The warm-up has pp forward passes of the first stage, and 1 more per later rank. The gradients
         # of weights, computed later than those of inputs, keep `pp_rank` more: the same on every rank.
         "InterleavedZeroBubble": 2 * pp,
-        # as much as 1F1B's first rank, whose pp micro-batches are in one stage of twice the size
+        # 1F1B's first rank holds pp micro-batches of a stage twice as large: here 2 pp of half the size
         "ZBV": 2 * pp,
         # as DualPipe on 2 pp ranks of one stage each; the V shape puts two stages on a rank
         "DualPipeV": 2 * pp + 1,

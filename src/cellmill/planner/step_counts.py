@@ -22,7 +22,7 @@ MAX_SAMPLED_CUTS = 4096  # steps times data-parallel ranks
 MAX_EVENLY_CUT_STEPS = 4
 MAX_EVENLY_CUT_RANKS = 4
 
-# the cells that each data-parallel rank has in a step, by their tokens: an array, `(cells,)`, per rank
+# tokens of the cells of one step: one array, `(cells,)`, for each data-parallel rank
 TokensByRank = list[np.ndarray]
 
 
@@ -55,9 +55,9 @@ class CorpusSize:
         return np.sort(self.gene_tokens).cumsum()
 
     def count_max_covariate_tokens(self, token_budget: int, max_cells: int) -> int:
-        """Count the covariate tokens of the micro-batch of at most `max_cells` cells that has the most.
+        """Count the covariate tokens that a micro-batch of at most `max_cells` cells has at most.
 
-        Its cells are the shortest ones, as many as the budget holds.
+        It has the most cells, and so the most covariates, if its cells are the corpus's shortest.
         """
         if self.n_covariates == 0:
             return 0

@@ -107,15 +107,16 @@ def estimate_step_time(
     if model.layout.pp > 1:
         exposed_s += gathers_s + reductions_s
     else:
-        # Three lower bounds of the exposed communication; the largest is taken.
+        # Three estimates of the exposed communication, each of one cause; the largest is taken. With
+        # gradient_reduction micro_batch every backward pass sends some gradients, so the first and the
+        # third are too large.
         # 1. No block computes while the first module's weights and the last one's gradients are sent.
         # All modules, the blocks and one outside them, are assumed to be equally large.
         first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
         # 2. Communication that takes longer than all computation.
         beyond_compute_s = gathers_s + reductions_s - compute_s
         # 3. Reductions that take longer than the last micro-batch's backward pass, which sends all
-        # gradients. With gradient_reduction micro_batch every backward pass sends some, so this bound
-        # and the first are too large.
+        # gradients.
         beyond_last_backward_s = reductions_s - backward_s / micro_batches
         exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)

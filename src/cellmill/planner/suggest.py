@@ -144,8 +144,9 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
                 parallel = Parallel.model_validate(unchanged | strategy | changes)
                 parallel = parallel.reset_without_effect()
                 key = _make_effect_key(parallel, hardware)
-                # a layout that cannot be formed has no key: `suggest_layouts` counts its reason
-                if key is None or key not in tried:
+                if key is None:  # `suggest_layouts` counts the reason
+                    yield parallel
+                elif key not in tried:
                     tried.add(key)
                     yield parallel
 

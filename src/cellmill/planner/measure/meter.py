@@ -40,7 +40,7 @@ class Allocation:
 class Window:
     """Operations between two times of the meter's clock."""
 
-    allocations: list[Allocation]  # all allocations of the meter, also those outside the window
+    meter_allocations: list[Allocation]  # also those outside the window
     start: int
     end: int = 0
     flops: int = 0
@@ -51,7 +51,7 @@ class Window:
         """Sum the bytes allocated in the window and alive at its end."""
         return sum(
             allocation.n_bytes
-            for allocation in self.allocations
+            for allocation in self.meter_allocations
             if self.start <= allocation.born < self.end
             and (allocation.died is None or allocation.died > self.end)
         )
@@ -62,7 +62,7 @@ class Window:
         Leave out storages with a key in `excluded_keys` that the window allocated and that still live.
         """
         changes: Counter[int] = Counter()
-        for allocation in self.allocations:
+        for allocation in self.meter_allocations:
             born = allocation.born
             died = allocation.died
             is_excluded = died is None and born >= self.start and allocation.key in excluded_keys
@@ -106,7 +106,7 @@ class OperationMeter(TorchDispatchMode):
         if any(issubclass(kind, FakeTensor) for kind in types):
             return out  # DTensor infers the shapes of full tensors with these
         self.time += 1
-        self._count(func, args, kwargs, out)
+        self._add_to_windows(func, args, kwargs, out)
         # storages made before the meter was entered, such as weights, are no allocations
         for tensor in _tensors(args, kwargs):
             storage = tensor.untyped_storage()
@@ -121,7 +121,7 @@ class OperationMeter(TorchDispatchMode):
                 weakref.finalize(storage, self._free, allocation)
         return out
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _add_to_windows(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add the FLOPs, or the call and bytes of a collective, to all open windows."""
         flops = 0
         packet = FORMULA_OF.get(overload_packet(func), overload_packet(func))

@@ -65,8 +65,8 @@ class Flops:
     """
 
     n_blocks: int
-    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. Its first pass, without `finish`,
-    # collects rows of the whole global batch (`train/batch_rows.py`).
+    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. The first of these two, without
+    # `finish`, collects rows of the whole global batch (`train/batch_rows.py`).
     forward_passes: int
     validation_passes: int  # the same in a validation, which may leave a coupled loss out
     begin_per_token: float
