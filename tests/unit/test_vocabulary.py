@@ -29,6 +29,7 @@ from cellmill.data.shards.writer import write_shards
 from cellmill.errors import ConfigError, DataError
 from cellmill.stages import data as stage
 from cellmill.stages.training_inputs import fit_options
+from tests.models import config_json
 
 Make = Callable[..., Path]
 
@@ -148,6 +149,12 @@ def test_bins_are_fitted_to_the_vocabulary_of_the_run_or_refused(
     )
     once = fit_options(options, path, no_shards)
     assert fit_options(once, path, no_shards) == once
+    stored = tokens | {"edges": [0.5, 1.0, 4.0]}
+    (tmp_path / "config.json").write_text(config_json(tokens=stored))
+    tuned = fit_options(options, path, no_shards, init_from=tmp_path)
+    assert tuned.tokens.model_dump()["edges"] == stored["edges"], "bins that the model knows"
+    (tmp_path / "config.json").write_text(config_json(tokens={"tokenizer": "binned"}))
+    assert fit_options(options, path, no_shards, init_from=tmp_path) == once
     build_vocabulary([simulated]).write(path)
     with pytest.raises(
         DataError, match=r"has no quantiles, which tokens\.tokenizer binned is fitted to; set vocab"

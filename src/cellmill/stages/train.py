@@ -68,7 +68,7 @@ def train(
         print(f"{name}: {reason}", flush=True)
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
-    options = fit_options(options, vocabulary, shards, teacher)
+    options = fit_options(options, vocabulary, shards, teacher, init_from)
     if init_from is not None:
         check_architecture(options, init_from)
         check_genes(options, init_from, vocabulary)

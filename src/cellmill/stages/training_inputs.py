@@ -134,13 +134,21 @@ class CorpusFacts:
 
 
 def fit_options(
-    options: TrainOptions, vocabulary: Path, shards: Manifest, teacher: Path | None = None
+    options: TrainOptions,
+    vocabulary: Path,
+    shards: Manifest,
+    teacher: Path | None = None,
+    init_from: Path | None = None,
 ) -> TrainOptions:
     """Return the options fitted to vocabulary, training cells and a teacher's folder.
 
-    Raise DataError if these are unusable.
+    Bins are those of the model `init_from`. Raise DataError if a file is unusable.
     """
     tokens = options.tokens
+    if tokens.needs_quantiles and init_from is not None:
+        edges = read_model_config(init_from / "config.json")["tokens"].get("edges")
+        if edges is not None:
+            tokens = tokens.model_copy(update={"edges": edges})
     if tokens.needs_quantiles:
         quantiles = Vocabulary.read(vocabulary).quantiles
         if quantiles is None:
