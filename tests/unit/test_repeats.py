@@ -16,7 +16,7 @@ from cellmill.config.run import Stream as StreamOptions
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
-from cellmill.data.stream.cell_weights import CellWeights
+from cellmill.data.stream.level_sampler import LevelSampler
 from cellmill.data.stream.order import OrderOptions, OrderRule, make_epoch_order
 from cellmill.errors import ConfigError, DataError
 
@@ -30,9 +30,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return write_corpus(tmp_path_factory.mktemp("repeats"), CELLS, obs={"kind": kinds})
 
 
-def weights_of(manifest: Manifest, stream: StreamOptions) -> CellWeights:
+def weights_of(manifest: Manifest, stream: StreamOptions) -> LevelSampler:
     numbers = CellColumns(manifest, "train", "levels", ["kind"])
-    return CellWeights(numbers[:][:, 0], stream)
+    return LevelSampler(numbers[:][:, 0], stream)
 
 
 def stream_of(
@@ -89,7 +89,9 @@ def test_repeats_of_a_level_follow_the_formula(exponent: float, most: float, n_f
     sizes = np.array([700, 200, 80, 19, 1])
     levels = np.repeat(names, sizes)
     options = {"weight_by": "kind", "weight_exponent": exponent, "max_repeats": most}
-    times_read = CellWeights(levels, StreamOptions.model_validate(options)).draw_times_read(0, 0, 0)
+    times_read = LevelSampler(levels, StreamOptions.model_validate(options)).draw_times_read(
+        0, 0, 0
+    )
     assert all(np.ptp(times_read[levels == name]) <= 1 for name in names)
     read = np.bincount(levels, times_read)[names]
     assert read.sum() == sizes.sum()
@@ -191,7 +193,7 @@ def test_every_cell_is_read_if_labels_are_all_or_none(
     steps = 17
     assert taken(stream_of(manifest, labelled_frac=0.5), steps) == taken(weighted, steps)
     options = StreamOptions.model_validate(WEIGHTED | {"labelled_frac": 1})
-    assert CellWeights(np.zeros(9, np.int32), options).draw_times_read(0, 0, 0).tolist() == 9 * [1]
+    assert LevelSampler(np.zeros(9, np.int32), options).draw_times_read(0, 0, 0).tolist() == 9 * [1]
 
 
 def test_a_subset_is_weighted_like_a_whole_corpus(labelled: Manifest) -> None:
@@ -211,7 +213,7 @@ def test_few_labelled_cells_among_many_are_read_very_often() -> None:
     levels = np.zeros(400_000, np.int32)
     levels[[7, 250_000]] = 1, 2
     options = OrderOptions(stream, global_batch=1000, seed=0)
-    rule = OrderRule(options, (300_000, 100_000), cell_weights=CellWeights(levels, stream))
+    rule = OrderRule(options, (300_000, 100_000), level_sampler=LevelSampler(levels, stream))
     order = make_epoch_order(rule, 0)
     read = Counter[tuple[int, int]]()
     for lane in range(4):

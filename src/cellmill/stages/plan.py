@@ -18,7 +18,7 @@ from cellmill.data.stream.batch_tokenizer import (
     count_tokens_by_kind,
     find_max_tokens_of_whole_cells,
 )
-from cellmill.data.stream.cell_weights import read_cell_weights
+from cellmill.data.stream.level_sampler import read_level_sampler
 from cellmill.errors import ConfigError
 from cellmill.files import span, write_json
 from cellmill.planner.cost import estimate_cost
@@ -153,8 +153,8 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
     options = options.model_copy(update={"objective": chosen.objective})
     detected_genes = count_detected_genes(shards)[:n_cells]
     if options.stream.weight_by is not None:  # cells are not read equally often
-        weights = read_cell_weights(shards, "train", options.stream, n_cells)
-        times_read = weights.draw_times_read(options.train.seed, epoch=0, first_global_step=0)
+        sampler = read_level_sampler(shards, "train", options.stream, n_cells)
+        times_read = sampler.draw_times_read(options.train.seed, epoch=0, first_global_step=0)
         # training reads a cell again much later, so a sample of steps must not have it twice in a row
         generator = np.random.Generator(np.random.Philox(0))
         detected_genes = generator.permutation(detected_genes.repeat(times_read))

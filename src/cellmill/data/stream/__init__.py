@@ -1,7 +1,7 @@
 """From shards to micro-batches: the path of a count in training.
 
 `CellStream` joins two halves. `StepReader` reads packed cells step by step (`order`, `windows`,
-`genes_per_cell`, `cell_weights`). `BatchMaker` turns these cells into micro-batches
+`genes_per_cell`, `level_sampler`). `BatchMaker` turns these cells into micro-batches
 (`unpacker`, `batch_tokenizer`, `micro_batches`), each a `Batch` (`batch`).
 
 A `Tokenizer` turns the genes of cells into tokens: `tokenizer` has its contract, `builtin_tokenizers`

@@ -22,7 +22,7 @@ from cellmill.data.shards.reader import name_cells, open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
-from cellmill.data.stream.cell_weights import read_cell_weights
+from cellmill.data.stream.level_sampler import read_level_sampler
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import (
     ONLY_RANK,
@@ -85,16 +85,18 @@ def _assert_options_fit(
 
 
 def _make_order_rule(manifest: Manifest, source: SplitSource, options: OrderOptions) -> OrderRule:
-    """Make the rule for the order of a split's cells; read their weights if options ask for them."""
+    """Make the rule for the order of a split's cells; read their levels if options weigh them."""
     stream = options.stream
     entry = manifest.entry(source.split)
     max_cells = entry.n_obs if source.max_cells is None else source.max_cells
-    cell_weights = None
+    level_sampler = None
     if options.is_training:
         max_cells = min(max_cells, stream.train_cells(entry.n_obs))
         if stream.weights_column():
-            cell_weights = read_cell_weights(manifest, source.split, stream, max_cells)
-    return OrderRule(options, tuple(shard.n_obs for shard in entry.shards), max_cells, cell_weights)
+            level_sampler = read_level_sampler(manifest, source.split, stream, max_cells)
+    return OrderRule(
+        options, tuple(shard.n_obs for shard in entry.shards), max_cells, level_sampler
+    )
 
 
 def _stream_options_in_state(stream: Stream, has_weights: bool) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _stream_options_in_state(stream: Stream, has_weights: bool) -> dict[str, Any
 def _options_in_state(order_rule: OrderRule) -> dict[str, Any]:
     """Return, by name, the options that `state_dict` has because they fix the order of cells."""
     options = order_rule.options
-    has_weights = order_rule.cell_weights is not None
+    has_weights = order_rule.level_sampler is not None
     stream_options = _stream_options_in_state(options.stream, has_weights)
     return {"seed": options.seed, **stream_options, "global_batch": options.global_batch}
 

@@ -11,7 +11,7 @@ are split so that every lane gets a share. In training, the blocks are permuted 
 the same cells for any number of data ranks. The order is a function of (seed, epoch, lane, window), so
 any step is reached without replaying earlier ones.
 
-With `CellWeights`, some cells are read several times in an epoch, and others not at all. A block is
+With a `LevelSampler`, some cells are read several times in an epoch, and others not at all. A block is
 then read in passes: pass k reads those of its cells that are read at least k times. The passes of all
 blocks are permuted, so two reads of a cell are usually far apart. Each lane gets a contiguous share of
 the permuted reads, which may begin or end inside a pass. A window is then as many cells of a lane as
@@ -31,7 +31,7 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
 from cellmill.data.keys import BLOCKS, WINDOW, permutation
 from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
-from cellmill.data.stream.cell_weights import CellWeights
+from cellmill.data.stream.level_sampler import LevelSampler
 
 # last number in the `position` of each permutation of an epoch, so that the three are independent
 _FULL_BLOCKS = 0
@@ -77,7 +77,7 @@ class OrderRule:
     options: OrderOptions
     shard_cells: tuple[int, ...]  # number of cells in each shard
     max_cells: int | None = None  # read only this many cells, the first in disk order; None for all
-    cell_weights: CellWeights | None = None  # None: each cell is read once in an epoch
+    level_sampler: LevelSampler | None = None  # None: each cell is read once in an epoch
 
     @classmethod
     def for_counting(cls, options: TrainOptions, n_cells: int) -> OrderRule:
@@ -286,19 +286,19 @@ class BlockPasses(NamedTuple):
 
 
 class WeightedOrder(EpochOrder):
-    """Order of one epoch by a rule with `cell_weights`.
+    """Order of one epoch by a rule with a `level_sampler`.
 
     Cells are numbered over all shards. Reads are numbered over the permuted passes: read 0 is of the
     first cell that the first pass reads.
     """
 
     def __init__(self, rule: OrderRule, epoch: int):
-        assert rule.cell_weights is not None
+        assert rule.level_sampler is not None
         seed = rule.options.seed
         stream = rule.options.stream
         self._shard_offsets = row_offsets(rule.shard_cells)
         n_cells = int(self._shard_offsets[-1])
-        times_read = rule.cell_weights.draw_times_read(seed, epoch, epoch * rule.steps_per_epoch)
+        times_read = rule.level_sampler.draw_times_read(seed, epoch, epoch * rule.steps_per_epoch)
         # cells that have no weight are not read
         self._times_read = np.pad(times_read, (0, n_cells - len(times_read)))
         passes = _list_passes(rule, self._times_read)
@@ -367,7 +367,7 @@ def _list_passes(rule: OrderRule, times_read: np.ndarray) -> BlockPasses:
 
 def make_epoch_order(rule: OrderRule, epoch: int) -> EpochOrder:
     """Make the order of an epoch by `rule`."""
-    order_class = PlainOrder if rule.cell_weights is None else WeightedOrder
+    order_class = PlainOrder if rule.level_sampler is None else WeightedOrder
     return order_class(rule, epoch)
 
 

@@ -29,8 +29,8 @@ from cellmill.data.shards.manifest import Manifest
 
 
 @dataclass(frozen=True, eq=False)
-class CellWeights:
-    """Rule for how often each of the first `len(level_codes)` cells of a split is read in an epoch."""
+class LevelSampler:
+    """Draws how often each of the first `len(level_codes)` cells of a split is read in an epoch."""
 
     # `(cells,)` integers: level code of each cell. 0: the cell has no value, only with `labelled_frac`
     level_codes: np.ndarray
@@ -121,13 +121,13 @@ def compute_capped_weights(sizes: np.ndarray, exponent: float, max_weight: float
         is_capped |= is_above
 
 
-def read_cell_weights(
+def read_level_sampler(
     manifest: Manifest, split: str, stream: Stream, max_cells: int | None = None
-) -> CellWeights:
-    """Read the weights of a split's first `max_cells` cells, by the obs column `stream.weight_by`."""
+) -> LevelSampler:
+    """Read the sampler of a split's first `max_cells` cells, by the levels of `stream.weight_by`."""
     levels_by_column = manifest.levels(stream.weights_column())  # of one column
     codes = CellColumns(manifest, split, "levels", levels_by_column)[:max_cells][:, 0]
     [levels] = levels_by_column.values()
     if stream.labelled_frac is not None and MISSING in levels:
         codes = np.where(codes == levels.index(MISSING) + 1, 0, codes)
-    return CellWeights(codes, stream)
+    return LevelSampler(codes, stream)
