@@ -232,7 +232,8 @@ def test_push_asks_for_its_package_before_a_licence(
     assert capsys.readouterr().err == (
         "cellmill push: the package huggingface_hub is not installed; pip install 'cellmill[hub]'\n"
     )
-    stand_in = SimpleNamespace(CommitOperationAdd=None, HfApi=None, snapshot_download=None)
+    names = "CommitOperationAdd CommitOperationDelete HfApi snapshot_download".split()
+    stand_in = SimpleNamespace(**dict.fromkeys(names))
     monkeypatch.setitem(sys.modules, "huggingface_hub", stand_in)
     assert main(asked) == 2
     assert capsys.readouterr().err == (
