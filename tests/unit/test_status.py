@@ -233,6 +233,33 @@ def test_an_allocation_that_outlives_its_training_is_not_running(
     assert "one  running  100/600     -  41   RUNNING" in cli("status")[1]
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_job_that_completes_for_long_is_cancelled_once(
+    results: Path, hold: Hold, cli: Cli, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    monkeypatch.setattr("cellmill.launch.follow.CANCEL_S", 0)
+    monkeypatch.setattr("cellmill.commands.run.LAUNCHER_S", 0)
+    train = run_of(results, "one", state=RUNNING)
+    completing = job(train, state="RUNNING")
+    if not recorded:
+        (completing.path / "job.json").unlink()
+    hold(train, "follows")  # its launcher, which waits for the end of the job
+    calls = results.parent / "calls"
+    listed = f"41|COMPLETING|None|node1|{completing.name}"
+    # without a bound of its own, cancel would go on for ever
+    command(results, "scancel", f"echo scancel >> {calls}")
+    command(
+        results,
+        "squeue",
+        f'[ "$(/bin/cat {calls} 2> /dev/null | /usr/bin/wc -l)" -gt 3 ] || echo "{listed}"',
+    )
+    code, printed, _ = cli("cancel", "one")
+    assert (code, printed) == (
+        0,
+        "cancelling job 41\ncancelled job 41; saved at step 0; train resumes from there\n",
+    )
+
+
 def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:
     run_of(results, "bad")
     (results / "runs/bad/train/state.json").write_text('{"state": "run')

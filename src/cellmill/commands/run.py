@@ -164,10 +164,10 @@ def cancel(*, run: str, results: Path) -> None:
 
 def _cancel_jobs(train: Path) -> list[str]:
     """Cancel the jobs of the run; return a line about each."""
-    done = list[str]()
+    done = dict[str, str]()  # by name of the job, since SLURM may show it as COMPLETING for long
     jobs = Jobs(train)
     # its launcher may just have submitted the next job
-    while living := find_living_jobs(train, Queue(1.0)):
+    while living := [job for job in find_living_jobs(train, Queue(1.0)) if job.name not in done]:
         for job in living:
             print(f"cancelling job {job.job_id}", flush=True)
             folder = jobs.folder(job.name)
@@ -183,8 +183,8 @@ def _cancel_jobs(train: Path) -> list[str]:
                 # else a launcher that follows records it
                 if record is not None and record.ended_at is None:
                     record.write_state(state.name, state.reason, ended=True)
-            done.append(f"cancelled job {job.job_id}")
-    return done
+            done[job.name] = f"cancelled job {job.job_id}"
+    return list(done.values())
 
 
 def _end_process(train: Path, holder: Holder) -> str:
