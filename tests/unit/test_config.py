@@ -253,7 +253,7 @@ WRONG = {
     "runs: {demo: null}": "runs.demo.corpus: is missing",
     "runs: {demo: {corpus: lung}}": "runs.demo.corpus: no corpus 'lung'; there are: pbmc",
     "train: {best_metric: effective_rank}": (
-        "train: best_metric effective_rank: larger is better; set best_mode to max"
+        "runs.demo: train.best_metric effective_rank: larger is better; set train.best_mode to max"
     ),
     "runs: {demo: {corpus: pbmc, init_from: big}}": (
         "runs.demo.init_from: no run 'big'; there are: demo; a folder has a `/`, such as ./NAME"

@@ -322,6 +322,12 @@ def test_an_option_added_later_is_no_change_at_its_default() -> None:
     }
 
 
+def test_stored_options_of_a_metric_that_is_refused_now_are_read() -> None:
+    train = TREE["train"] | {"best_metric": "effective_rank", "best_mode": "min"}
+    stored = stored_options(TREE | {"train": train}, "then")
+    assert (stored.train.best_metric, stored.train.best_mode) == ("effective_rank", "min")
+
+
 def test_unreadable_stored_options_are_named_with_their_file() -> None:
     resolved = stored_options(TREE, "then").model_dump(mode="json")
     with pytest.raises(ConfigError, match=r"^state\.json: train: unknown key 'momentum'"):

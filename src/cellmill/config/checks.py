@@ -17,6 +17,9 @@ from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.errors import ConfigError
 
+LARGER_IS_BETTER = ("val_accuracy", "val_pearson", "val_hidden_genes", "effective_rank")
+"""Beginnings of metrics."""
+
 
 def check_together(options: TrainOptions) -> None:
     """Refuse options of different sections that exclude each other, naming both."""
@@ -104,6 +107,9 @@ def _problems_of_training(options: TrainOptions) -> Iterator[str]:
     stream = options.stream
     parallel = options.parallel
     train = options.train
+    # not a problem of the section: stored options of runs that were trained so are still read
+    if train.best_mode == "min" and train.best_metric.startswith(LARGER_IS_BETTER):
+        yield f"train.best_metric {train.best_metric}: larger is better; set train.best_mode to max"
     if parallel.tf32 and parallel.half_precision:
         yield f"parallel.tf32 has no effect with precision {parallel.precision}; set tf32 to no, or 32-true"
     if parallel.cpu_offload == "full" and parallel.strategy == "ddp":

@@ -116,8 +116,6 @@ class Plan(Section):
     """GB/s one process can send to other nodes; null takes it from the profile's device."""
 
 
-LARGER_IS_BETTER = ("val_accuracy", "val_pearson", "val_hidden_genes", "effective_rank")
-"""Beginnings of metrics."""
 AUTO_EPOCHS = 3
 AUTO_MIN_STEPS = 1600
 """Length of `train.steps: auto`, from benchmarks/lengths.py: docs/quality.md has its table.
@@ -245,8 +243,6 @@ class Train(Section):
         return self.steps or max(1, round((self.epochs or 0) * steps_per_epoch))
 
     def problems(self) -> Iterator[str]:
-        if self.best_mode == "min" and self.best_metric.startswith(LARGER_IS_BETTER):
-            yield f"best_metric {self.best_metric}: larger is better; set best_mode to max"
         if (self.steps is None) == (self.epochs is None):
             both = "both" if self.steps is not None else "neither"
             yield f"expected one of steps and epochs, got {both}; set one of them, and the other to null"
