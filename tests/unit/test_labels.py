@@ -20,8 +20,10 @@ from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import ContinuousTokens, Tokens
+from cellmill.config.run import Predict
 from cellmill.data.shards.obs import parse_numbers
 from cellmill.errors import ConfigError
+from cellmill.evaluate.hidden_genes.decoder import find_decoding_objective
 from cellmill.evaluate.inference.calibration import (
     N_THRESHOLDS,
     calibrate,
@@ -29,6 +31,8 @@ from cellmill.evaluate.inference.calibration import (
     fit_temperature,
     run_head,
 )
+from cellmill.evaluate.inference.predict import choose_thresholds
+from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 from cellmill.models.batch import add_ends, has_genes, to_tensors
 from cellmill.models.objective import pearson
 from cellmill.models.objectives.regression import correlation_loss_sum
@@ -373,6 +377,32 @@ def test_heads_outside_the_block_of_the_vector_are_refused(objective: dict[str, 
         EARLIER_BLOCK.check_with(
             ObjectiveConfig.model_validate({"name": "sum", "parts": parts}), TOKENS
         )
+
+
+@pytest.mark.parametrize(
+    ("objective", "find"),
+    [
+        ("regression", lambda model: choose_thresholds(model, {}, Predict(), "a")),
+        ("cell_decoding", find_decoding_objective),
+        ("perturbation_response", lambda model: ResponseHead.find(model, "32-true")),
+    ],
+    ids=["predict", "impute", "perturb"],
+)
+def test_heads_that_were_trained_so_predict_nothing(objective: str, find: Any) -> None:
+    given: dict[str, Any] = {
+        "regression": {"target_column": "a", "target_mean": 0.0, "target_std": 1.0},
+        "perturbation_response": {"perturbation_column": "a", "control": "x"},
+    }
+    family = {"family": "scgpt", "hidden": 8, "heads": 1, "layers": 2}
+    options = family | {"objective": objective} | given.get(objective, {})
+    tokens = Tokens.model_validate({"tokenizer": "binned"})
+    levels = {"a": ("x", "y")}
+    find(initialized(spec(GENES, tokens, levels, **options)))
+    with refused(
+        "model.embed_layer: expected 0 in a model that predicts from vectors, because it was trained on those of the "
+        "last block, got -1; set it to 0 in the model's config.json, or train it again"
+    ):
+        find(initialized(spec(GENES, tokens, levels, **options, embed_layer=-1)))
 
 
 @pytest.mark.parametrize("name", ["masked_gene", "masked_value"])

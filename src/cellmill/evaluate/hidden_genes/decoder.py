@@ -18,7 +18,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.micro_batches import split_batch
 from cellmill.evaluate.features.expression import expected_log_expression
 from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
-from cellmill.evaluate.inference.embed import inference_mode
+from cellmill.evaluate.inference.embed import check_heads, inference_mode
 from cellmill.models.batch import PAD_TOKEN, add_tokens, to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objectives.cell_decoding import CellDecoding
@@ -52,10 +52,14 @@ def decode_expression(cells: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarr
 
 
 def find_decoding_objective(network: Model) -> CellDecoding | QueryDecoding | MaskedValue | None:
-    """The objective, or the part of a sum, that predicts expression; None without one."""
+    """The objective, or the part of a sum, that predicts expression; None without one.
+
+    Raises ConfigError as `check_heads`.
+    """
     objective = network.objective
     for part in objective.parts_by_name().values():
         if isinstance(part, CellDecoding | QueryDecoding):
+            check_heads(network)
             return part
     # not a part of a sum, because a sum may draw a view of the cell
     if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":

@@ -33,7 +33,7 @@ from cellmill.data.shards.obs import encode_columns
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
 from cellmill.data.stream.micro_batches import split_batch
-from cellmill.errors import DataError
+from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.saved_vectors import SavedVectors
 from cellmill.files import progress
 from cellmill.models.batch import to_tensors
@@ -167,6 +167,16 @@ def load_for_inference(folder: Path) -> InferenceModel:
         )
     tokens = spec_of(config, vocabulary.n_genes).tokens
     return InferenceModel(network, vocabulary, tokens, config)
+
+
+def check_heads(network: Model) -> None:
+    """Raise ConfigError if `network.embed` gives its heads vectors of another block than training did."""
+    layer = getattr(getattr(network, "config", None), "embed_layer", 0)
+    if layer:
+        raise ConfigError(
+            "model.embed_layer: expected 0 in a model that predicts from vectors, because it was trained on those of "
+            f"the last block, got {layer}; set it to 0 in the model's config.json, or train it again"
+        )
 
 
 def tokenize_blocks(

@@ -36,7 +36,7 @@ from cellmill.evaluate.inference.calibration import (
     find_regressions,
     run_head,
 )
-from cellmill.evaluate.inference.embed import Embedding
+from cellmill.evaluate.inference.embed import Embedding, check_heads
 from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, label_texts
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.models.family import Model
@@ -105,8 +105,8 @@ def choose_thresholds(
 ) -> dict[str, float]:
     """Smallest probability at which a label is assigned, by the suffix of each head's columns.
 
-    Raises ConfigError if the model, called `name`, has no heads, or if no threshold reaches the
-    accuracy.
+    Raises ConfigError if the model, called `name`, has no heads, or as `check_heads`, or if no
+    threshold reaches the accuracy.
     """
     heads = find_classifiers(model, config)
     thresholds = {}
@@ -114,6 +114,7 @@ def choose_thresholds(
         raise ConfigError(
             f"{name}: it predicts neither labels nor numbers; export a run with objective classification or regression"
         )
+    check_heads(model)
     for suffix, (_, entry) in heads.items():
         thresholds[suffix] = section.min_probability or 0.0
         if section.min_accuracy is None:

@@ -12,7 +12,7 @@ import torch
 
 from cellmill.config.parts.tokens import SPECIAL
 from cellmill.evaluate.features.expression import expected_log_expression
-from cellmill.evaluate.inference.embed import inference_mode
+from cellmill.evaluate.inference.embed import check_heads, inference_mode
 from cellmill.evaluate.tasks.perturbation.profiles import Profiles
 from cellmill.models.family import Model
 from cellmill.models.objectives.perturbation_response import PerturbationResponse
@@ -28,9 +28,13 @@ class ResponseHead:
 
     @classmethod
     def find(cls, network: Model, precision: str) -> Self | None:
-        """Head of the objective, or of a part of a sum; None for a model without such a head."""
+        """Head of the objective, or of a part of a sum; None for a model without such a head.
+
+        Raises ConfigError as `check_heads`.
+        """
         for part in network.objective.parts_by_name().values():
             if isinstance(part, PerturbationResponse):
+                check_heads(network)
                 return cls(network, part, precision)
         return None
 
