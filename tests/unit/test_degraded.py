@@ -20,7 +20,7 @@ from cellmill.evaluate.features import cell_features as features_module
 from cellmill.evaluate.features.cell_features import compute_features, read_rows
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
-from cellmill.evaluate.task import Context
+from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.classification.degraded import ComponentFitter
 from cellmill.evaluate.tasks.classification.low_depth import LowDepth, thin
 from cellmill.evaluate.tasks.classification.missing_genes import MissingGenes, keep_genes
@@ -300,3 +300,15 @@ def test_columns_of_missing_genes_are_levels_in_three_ways(context: Context) -> 
     levels = ("20 genes", "9 genes")
     columns = [f"{level}, {way}" for level, way in product(levels, WAYS)]
     assert [*result.rows[0].scores] == ["whole", *columns]
+
+
+def test_a_level_of_more_genes_than_are_expressed_is_left_out(context: Context) -> None:
+    cells, _ = chosen_cells(context, 3)
+    n = len(np.unique(read_rows(context.reader, cells).indices))
+    result = MissingGenes(MissingGenesConfig(genes=[n + 1, 9], repeats=1)).run(context)
+    assert [*result.rows[0].scores] == ["whole", *(f"9 genes, {way}" for way in WAYS)]
+    assert result.metric == "9 genes, shifted"
+    assert result.notes == [f"No column for {n + 1:,} genes: the cells express {n:,}."]
+    more = MissingGenes(MissingGenesConfig(genes=[n + 2, n + 1], repeats=1))
+    with pytest.raises(Skipped, match=f"the cells express {n:,} genes, and genes keeps {n + 1:,} "):
+        more.run(context)

@@ -115,6 +115,10 @@ class Degraded(Task):
         """The degradation at each of `config.levels()`."""
         raise NotImplementedError
 
+    def absent_levels(self, whole: sp.csr_matrix) -> list[str]:
+        """Levels that the counts of whole cells do not reach; raises Skipped if they reach none."""
+        return []
+
     def adapt_features(
         self,
         level: str,
@@ -148,6 +152,8 @@ class Degraded(Task):
             context, config.name, options.folds, "evaluate.folds", MAX_DEGRADED_CELLS
         )
         whole = read_rows(context.reader, chosen.cells)
+        absent = self.absent_levels(whole)
+        levels = [level for level in config.levels() if level not in absent]
         predictions = ClassPredictions(
             chosen.labels,
             config.repeats,
@@ -158,7 +164,8 @@ class Degraded(Task):
             generator = seeded(options.seed, draws.SCORED_CELL_DEGRADATIONS + repetition)
             counts: CountsByLevel = {WHOLE: whole}
             for level, degrade in zip(config.levels(), self.degradations()):
-                counts[level] = degrade(whole, generator)
+                if level in levels:
+                    counts[level] = degrade(whole, generator)
             features: FeaturesByLevel = {}
             for level, level_counts in counts.items():
                 features[level] = compute_features(context, chosen.cells, level_counts)
@@ -170,8 +177,15 @@ class Degraded(Task):
                 for column, classes in predicted.items():
                     predictions.record(column, repetition, fold.tested, classes)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
-        metric = f"{config.levels()[-1]}, {SHIFTED}"
-        return tabulate(predictions.accuracies(), chosen.figures | figures, metric=metric)
+        n_expressed = len(np.unique(whole.indices))
+        return tabulate(
+            predictions.accuracies(),
+            chosen.figures | figures,
+            metric=f"{levels[-1]}, {SHIFTED}",
+            notes=[
+                f"No column for {level}: the cells express {n_expressed:,}." for level in absent
+            ],
+        )
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
         n = sizes.count_cells(MAX_DEGRADED_CELLS)
@@ -200,7 +214,7 @@ class Degraded(Task):
     ) -> dict[str, FeaturesByLevel]:
         """The features adapted to each level, by this level; levels without any are left out."""
         adapted = {}
-        for number, level in enumerate(self.config.levels()):
+        for number, level in enumerate([*counts][1:]):
             # each level of each repetition has its own draw
             draw = draws.TRAINING_CELL_DEGRADATIONS + MAX_LEVELS * repetition + number
             generator = seeded(seed, draw)

@@ -12,6 +12,7 @@ from cellmill.config.parts.tasks import MissingGenesConfig
 from cellmill.evaluate.features.cell_features import keep_columns
 from cellmill.evaluate.features.components import COMPONENTS
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING
+from cellmill.evaluate.task import Skipped
 from cellmill.evaluate.tasks.classification.degraded import (
     ComponentFitter,
     CountsByLevel,
@@ -31,6 +32,15 @@ class MissingGenes(Degraded):
 
     def degradations(self) -> list[Degradation]:
         return [partial(keep_genes, n) for n in self.config.genes]
+
+    def absent_levels(self, whole: sp.csr_matrix) -> list[str]:
+        n_expressed = len(np.unique(whole.indices))
+        genes = self.config.genes
+        if min(genes) > n_expressed:
+            raise Skipped(
+                f"the cells express {n_expressed:,} genes, and genes keeps {min(genes):,} or more; set fewer"
+            )
+        return [level for level, n in zip(self.config.levels(), genes) if n > n_expressed]
 
     def adapt_features(
         self,
@@ -52,6 +62,8 @@ class MissingGenes(Degraded):
 
 
 def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-    """Keep the counts of `n` genes, the same for all cells, drawn from those with any count."""
+    """Keep the counts of `n` genes, the same for all cells, drawn from those with any count; all genes
+    if these are fewer.
+    """
     drawn = generator.permutation(np.unique(counts.indices))[:n]
     return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))
