@@ -400,6 +400,27 @@ def test_tokens_that_nobody_wrote_are_those_of_the_start(
     assert {key: tuned[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_objective_without_zeros_takes_none_from_the_start(
+    config: Config, tmp_path: Path, stored: bool
+) -> None:
+    tokens = {"zero_frac": 0.3, "max_tokens": 99}
+    big = {"corpus": "pbmc", "tokens": tokens, "objective": {"name": "masked_value"}}
+    labels = {"name": "classification", "label_column": "kind"}
+    parent = "big"
+    if stored:
+        parent = str(tmp_path)
+        sections = config(runs={"big": big}).section("train", "big")
+        (tmp_path / "config.json").write_text(json.dumps(sections))
+    runs = {"demo": TUNED | {"init_from": parent, "objective": labels}, "big": big}
+    found = config(runs=runs).runs["demo"].tokens
+    assert (found.zero_frac, found.max_tokens) == (0.0, 99)
+    own = runs["demo"] | {"tokens": {"zero_frac": 0.2}}
+    assert refusal(config, {"runs": runs | {"demo": own}}) == (
+        "runs.demo: tokens.zero_frac: objective classification has no use for genes without counts; set it to 0"
+    )
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "own", "problem"),
     [

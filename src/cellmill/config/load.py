@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cellmill.config.datasets import check_name
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT, FamilyConfig
+from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.config.plugin import Plugin
 from cellmill.config.published import PublishedFolder, model_folder_of
@@ -116,8 +117,16 @@ def _inherited(run: Tree, written: Tree, parent: Tree | None) -> Tree:
         return {}
     with suppress(ValidationError):
         unequal_options(parent, parent)
+        parent = parent | {"tokens": _suiting(parent["tokens"], run.get("objective"))}
         return {key: _completed(key, run, written, parent) for key in INHERITED}
     return {}
+
+
+def _suiting(tokens: Tree, objective: Any) -> Tree:
+    """Tokens of a parent, without zeros if the run's objective has no use for them."""
+    parts = ObjectiveConfig.model_validate(objective or {}).all_parts()
+    left_out = set() if all(part.reads_zeros for part in parts) else {"zero_frac"}
+    return {key: value for key, value in tokens.items() if key not in left_out}
 
 
 def _completed(key: str, run: Tree, written: Tree, parent: Tree) -> Tree:
