@@ -120,6 +120,22 @@ def test_the_page_names_the_folder_of_its_pictures(tmp_path: Path) -> None:
     assert [path.name for path in sorted(out.parent.iterdir())] == ["figures", "index.html"]
 
 
+def test_files_of_others_stay_in_the_folder_of_pictures(tmp_path: Path) -> None:
+    folder = tmp_path / "figures"
+    for name in ("fig1.svg", "001_table.csv"):
+        write(folder / name, "mine")
+    charts = PageCharts()
+    charts.add(make_confusion_chart("first", ["a"], [[1]]))
+    charts.save(folder)
+    assert (folder / "001_first.svg").exists()
+    PageCharts().save(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "001_table.csv",
+        "charts.json",
+        "fig1.svg",
+    ]
+
+
 @pytest.mark.parametrize("has_validation", [False, True])
 def test_losses_of_training_are_dashed_without_validation(has_validation: bool) -> None:
     points: StepValues = [(1, 2.0), (2, 1.0)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cellmill.files import write_text
+from cellmill.files import read_json, write_json, write_text
 from cellmill.report.drawing.chart import CONFIG, Chart, ChartRow, Spec
 from cellmill.report.drawing.png import draw_png
 from cellmill.report.drawing.svg import draw_svg
@@ -24,6 +24,7 @@ MAX_STATIC_POINTS = 200  # the static picture of a chart with more points has li
 WIDTH = 500  # pixels of a static picture; a live chart has the width of its card
 DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
+LIST = "charts.json"  # in the folder of the files: their names
 MAX_NAME = 100  # characters of a chart's title in the names of its files
 # a spreadsheet evaluates texts with these first characters; toCsvCell in page.js has the same
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
@@ -96,17 +97,32 @@ class PageCharts:
         return base64.b64encode(png).decode()
 
     def save(self, folder: Path) -> None:
-        """Write each chart to `folder` as SVG and CSV. Remove files of an earlier page."""
+        """Write each chart to `folder` as SVG and CSV. Remove files of an earlier page.
+
+        LIST has the names of the page's files, because a user may keep others in the folder.
+        """
+        listed = folder / LIST
+        names = read_json(listed) if listed.exists() else []
         for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
-            old.unlink()
+            if old.name in names:
+                old.unlink()
+        texts = self._make_files()
+        write_json(listed, [*texts])
+        for name, text in texts.items():
+            write_text(folder / name, text)
+
+    def _make_files(self) -> dict[str, str]:
+        """Text of the SVG and the CSV of each chart, by file name."""
+        texts = {}
         for number, (chart, svg) in enumerate(self.charts, start=1):
             words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:MAX_NAME]
             name = f"{number:03}_{words}"
-            write_text(folder / f"{name}.svg", svg.replace("currentColor", "#222222"))
+            texts[f"{name}.svg"] = svg.replace("currentColor", "#222222")
             columns = chart.csv_columns
             rows = [list(columns), *zip(*columns.values())]
             lines = [",".join(map(_to_csv_cell, row)) for row in rows]
-            write_text(folder / f"{name}.csv", "\n".join(lines) + "\n")
+            texts[f"{name}.csv"] = "\n".join(lines) + "\n"
+        return texts
 
     @property
     def payload(self) -> str:
