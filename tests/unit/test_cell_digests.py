@@ -141,9 +141,9 @@ def test_a_file_without_one_gene_has_the_same_cells(
     assert (kinds(copied, adata, tmp_path) == expected).all()
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
-        "source: it lacks 1 of the 755 genes of a training corpus: a training cell with more than one of them, or "
-        "above 16 counts of one, is found by its barcode only",
-        "source: near copies may be missed: fewer than 8 of its cell names have barcodes",
+        "source: the file lacks 1 of the 755 genes of a training corpus: a training cell with more than one of them, "
+        "or above 16 counts of one, may be missed",
+        "source: near copies may be missed: fewer than 8 names of the file's cells have barcodes",
     ]
 
 
@@ -152,8 +152,8 @@ def test_an_accuracy_says_if_lacked_genes_may_hide_seen_cells(
 ) -> None:
     fewer = ad.read_h5ad(demo)[:, 5:].copy()
     hidden = (
-        "it lacks 5 of the 755 genes of a training corpus: a training cell with more than one of them, or above 16 "
-        "counts of one, is found by its barcode only"
+        "the file lacks 5 of the 755 genes of a training corpus: a training cell with more than one of them, or above "
+        "16 counts of one, may be missed"
     )
     too_few = fewer[:7].copy()  # barcodes of 7 cells may be shared by chance
     for adata, note in ((fewer, ""), (renamed(fewer.copy()), hidden), (too_few, hidden)):
@@ -165,6 +165,16 @@ def test_an_accuracy_says_if_lacked_genes_may_hide_seen_cells(
         assert line.partition("; ")[2] == note
         assert about.get("training_cells_unknown", "") == note
         assert (about["n_seen_in_training"] == len(trained)) == (note == "")
+
+
+def test_a_file_with_barcodes_has_no_warning_of_missed_cells(
+    copied: Path, demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds(copied, ad.read_h5ad(demo)[:, 5:].copy(), tmp_path)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "source: the file lacks 5 of the 755 genes of a training corpus: a training cell with more than one of them, "
+        "or above 16 counts of one, is found by its barcode only"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +266,9 @@ def test_a_model_before_it_without_digests_is_named(
     copied = shutil.copytree(model, tmp_path / "copied")
     assert main(f"seen --model {copied} --input {demo}".split()) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "demo: the training cells of results/hub/me/pbmc, before it, are not known"
+    assert (
+        last == "demo: the training cells of results/hub/me/pbmc, before this model, are not known"
+    )
 
 
 def test_the_file_is_the_same_each_time(corpus: dict[str, Path], tmp_path: Path) -> None:
@@ -335,7 +347,7 @@ def test_an_evaluation_leaves_out_cells_of_a_list(
         capsys.readouterr()
         .out.splitlines()[-1]
         .startswith(
-            "demo: warning: it lacks 5 of the 755 genes of a training corpus: a training cell with more than one"
+            "demo: warning: the file lacks 5 of the 755 genes of a training corpus: a training cell with more than one"
         )
     )
 

@@ -167,7 +167,7 @@ def test_a_model_before_it_without_known_cells_is_named(
 ) -> None:
     model = make_run(tmp_path / "run", corpus, init_from="results/hub/me/pbmc")
     run_predict(model, cells, tmp_path / "out.h5ad")
-    unknown = "; the training cells of results/hub/me/pbmc, before it, are not known"
+    unknown = "; the training cells of results/hub/me/pbmc, before this model, are not known"
     assert [line for line in capsys.readouterr().out.splitlines() if line.endswith(unknown)]
 
 

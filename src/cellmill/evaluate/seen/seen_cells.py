@@ -83,12 +83,13 @@ def _describe_limits(
     notes = [seen.caveat] if seen.caveat else []
     lacked = _describe_lacked_genes(reader, corpora)
     if not any(line in seen.caveat for line in lacked):
-        notes += lacked
+        notes += [f"{line} is found by its barcode only" for line in lacked]
     if seen.is_near is None:
         notes.append("near copies are not found: the model has no list of barcodes")
     elif not _has_barcodes(reader):
         notes.append(
-            f"near copies may be missed: fewer than {MIN_SAMPLE_BARCODES} of its cell names have barcodes"
+            f"near copies may be missed: fewer than {MIN_SAMPLE_BARCODES} names of the file's cells have "
+            "barcodes"
         )
     return notes
 
@@ -102,7 +103,7 @@ def _mark_cells(
     caveats = []
     if training.missing_ancestors:
         names = ", ".join(training.missing_ancestors)
-        caveats.append(f"the training cells of {names}, before it, are not known")
+        caveats.append(f"the training cells of {names}, before this model, are not known")
     is_equal = find_equal_cells(reader, corpora, np.ones(reader.n_obs, bool))
     if not training.listed:
         return Seen(is_equal, "; ".join(caveats))
@@ -118,7 +119,7 @@ def describe_unfindable_cells(
     """A sentence on training cells that neither counts nor barcodes find; empty if all are found."""
     if _has_barcodes(reader) and all(len(corpus.barcodes) for corpus in listed):
         return []
-    return _describe_lacked_genes(reader, corpora)
+    return [f"{line} may be missed" for line in _describe_lacked_genes(reader, corpora)]
 
 
 def _has_barcodes(reader: CountsReader) -> bool:
@@ -127,14 +128,15 @@ def _has_barcodes(reader: CountsReader) -> bool:
 
 
 def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]) -> list[str]:
-    """A sentence on training cells that are not found by their counts, because the file lacks genes
-    of a corpus without shards; empty if it lacks none.
+    """The begin of a sentence on training cells that are not found by their counts, because the file
+    lacks genes of a corpus without shards; empty if it lacks none.
     """
     n_lacked = 0
     n_genes = 0
     for corpus in corpora:
         if corpus.manifest is not None or reader.ordered:
-            continue  # shards are hashed again over the shared genes
+            # shards are hashed again over the shared genes; a copied sequence has all its tokens
+            continue
         with suppress(DataError):  # no gene in common: no equal cells
             target = match_columns(reader, corpus.genes).target
             n = corpus.genes.n_genes - len(np.unique(target[target >= 0]))
@@ -146,6 +148,5 @@ def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]
     n_counts = min(MAX_COMPLETED_COUNT, MAX_COMPLETIONS // n_lacked)
     kind = f"more than one of them, or above {n_counts} counts of one," if n_counts else "any"
     return [
-        f"it lacks {n_lacked:,} of the {n_genes:,} genes of a training corpus: a training cell with {kind} is found by "
-        "its barcode only"
+        f"the file lacks {n_lacked:,} of the {n_genes:,} genes of a training corpus: a training cell with {kind}"
     ]
