@@ -247,13 +247,16 @@ def test_an_edited_plug_in_repeats_the_task(
     tasks = FinishedTasks(tmp_path, EvaluatedDatasets({}, "weights", 8))
 
     def path() -> Path:
-        finished._digest_sources.cache_clear()
+        finished._digest_files.cache_clear()
         return tasks.path("fragile", Fragile(config), context, None)
 
     for kind in values:
         before = path()
         assert before == path()
         (tmp_path / f"edited_{kind}" / "__init__.py").write_text("# edited\n")
+        assert before != path(), kind
+        before = path()
+        (tmp_path / f"edited_{kind}" / "table.tsv.gz").write_bytes(b"data of the package")
         assert before != path(), kind
 
     # the classifier is a library's class that the package only names

@@ -57,7 +57,7 @@ class FinishedTasks:
         dependencies = {
             "format": results.FORMAT,
             "packages": self._packages,
-            "code": [_digest_sources(package) for package in _list_packages(task, context)],
+            "code": [_digest_files(package) for package in _list_packages(task, context)],
             "model": [self._weights, model.vocabulary.digest, model.config],
             "device": next(model.network.parameters()).device.type,
             "corpus": model.manifest.fingerprint,
@@ -101,9 +101,12 @@ def _list_packages(task: Task, context: Context) -> list[str]:
 
 
 @cache
-def _digest_sources(package: str) -> str:
-    """SHA-256 of the Python files of an imported package; results depend on them."""
+def _digest_files(package: str) -> str:
+    """SHA-256 of the files of an imported package, such as sources and gene tables; results depend on
+    them.
+    """
     module = sys.modules[package]
     folders = getattr(module, "__path__", [])
-    paths = sorted(chain.from_iterable(Path(folder).rglob("*.py") for folder in folders))
+    found = sorted(chain.from_iterable(Path(folder).rglob("*") for folder in folders))
+    paths = [path for path in found if path.is_file() and "__pycache__" not in path.parts]
     return digest([sha256_file(path) for path in paths or [Path(str(module.__file__))]])
