@@ -50,6 +50,12 @@ def config_json(**more: Any) -> str:
     )
 
 
+def objective_of(tokens: Tokens, name: str = "masked_value", **options: Any) -> Any:
+    """An objective without a model."""
+    config = ObjectiveConfig.model_validate({"name": name} | options)
+    return config.load()(config, tokens)
+
+
 def spec(
     n_genes: int,
     tokens: Tokens | None = None,

@@ -30,7 +30,7 @@ from cellmill.models.families.autoregressive import (
 )
 from cellmill.models.objective import GeneStatistics
 from tests.checks import check_gradients, refused
-from tests.models import KEYS, initialized, random_cells, spec, train_options
+from tests.models import KEYS, initialized, objective_of, random_cells, spec, train_options
 from tests.unit.exported import export_model
 from tests.unit.small_corpus import genes_named, vocabulary_of, write_corpus
 
@@ -135,7 +135,8 @@ def test_rank_buckets_are_logarithms_of_the_rank() -> None:
 
 def test_statistics_count_genes_at_each_rank(tmp_path: Path) -> None:
     manifest = write_corpus(tmp_path, 50)
-    statistics = read_gene_statistics(manifest, Tokens.model_validate({"max_tokens": 8}))
+    objective = objective_of(Tokens.model_validate({"max_tokens": 8}), "next_gene")
+    statistics = read_gene_statistics(manifest, objective, seed=0)
     by_rank = statistics.by_rank
     assert by_rank is not None
     assert by_rank.shape == (4, manifest.n_genes)

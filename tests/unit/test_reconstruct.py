@@ -13,7 +13,6 @@ import torch
 
 from cellmill import open_cells
 from cellmill.config.parts.family import FamilyConfig
-from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tasks import ReconstructConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -28,14 +27,13 @@ from cellmill.models.build import build
 from cellmill.models.export import initial_tensors
 from cellmill.models.objective import GeneStatistics
 from cellmill.runs.results import TaskResult
-from tests.models import spec
+from tests.models import objective_of, spec
 from tests.unit.evaluated import make_context
 from tests.unit.exported import save_model
 
 
-def _objective(name: str) -> Any:
-    config = ObjectiveConfig.model_validate({"name": name})
-    return config.load()(config, Tokens.model_validate({}))
+def _objective(name: str, **tokens: Any) -> Any:
+    return objective_of(Tokens.model_validate(tokens), name)
 
 
 def _answering(model: EvaluatedModel, rule: Any) -> EvaluatedModel:
@@ -60,8 +58,8 @@ def test_means_come_only_from_training_shards(
     corpus: dict[str, Path],
 ) -> None:
     manifest = Manifest.read(corpus["manifest"])
-    tokens = Tokens.model_validate({"max_tokens": 4096})
-    statistics = read_gene_statistics(manifest, tokens, with_counts=True)
+    # it predicts whole cells, so profiles are made of these
+    statistics = read_gene_statistics(manifest, _objective("denoise", max_tokens=4096), seed=0)
     matrices = [
         open_cells(manifest.shard_path(shard)).X for shard in manifest.splits["train"].shards
     ]
@@ -113,6 +111,15 @@ def test_masked_genes_are_compared_with_their_frequency() -> None:
         "prediction of masked genes is behind gene frequency in training cells by 0.869 nats cross-entropy "
         "(no interval)."
     ]
+
+
+def test_masked_residues_are_named_so() -> None:
+    statistics = GeneStatistics(np.array([6, 1]), np.zeros(2), 0.0, 7)
+    zero = np.zeros(1, int)
+    residues = _objective("masked_gene", tokenizer="sequence")
+    _, [verdict] = residues.judge(zero, zero > 0, zero, statistics=statistics)
+    assert verdict.compared == "prediction of masked residues"
+    assert verdict.against == "residue frequency in training sequences"
 
 
 def test_perfect_answers_score_one(

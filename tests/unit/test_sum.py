@@ -204,32 +204,24 @@ def test_verdicts_of_a_sum_are_those_of_its_parts() -> None:
     model = _model(objective="sum", parts=PARTS).eval()
     means = np.linspace(1, 2, N_GENES)
     profile = means / means.sum()
-    statistics = GeneStatistics(np.arange(N_GENES), means, 1.5, 100, log_count_profile=profile)
+    shown = GeneStatistics(np.arange(N_GENES), means, 1.5, 100)
+    whole = GeneStatistics(shown.n_tokens, means + 1, 2.5, 100, None, None, profile, shown)
     with torch.no_grad():
         prepared = [prepare(model, _cells(seed=seed), 128) for seed in (0, 1)]
         observed = _observe(model.objective, model, prepared)
-        figures, verdicts = model.objective.judge(*observed, statistics=statistics)
+        figures, verdicts = model.objective.judge(*observed, statistics=whole)
         for index, (name, part) in enumerate(model.objective.parts_by_name().items()):
             batches_of_part = [batch.part_batches[index] for batch in prepared]
             observed_by_part = _observe(part, model, batches_of_part)
+            statistics = shown if name == "masked_value" else whole
             figures_of_part, verdicts_of_part = part.judge(*observed_by_part, statistics=statistics)
             for key, value in figures_of_part.items():
                 assert figures[f"{name}.{key}"] == value
             assert set(verdicts_of_part) <= set(verdicts)
-    assert [verdict.compared for verdict in verdicts] == ["prediction of the hidden expression"]
-
-
-def test_values_of_a_view_have_only_their_error() -> None:
-    model = _model(objective="sum", parts=PARTS).eval()
-    # one gene with 6 of the cell's 12 counts, of which the view shows 3, and another with 3 of 5
-    whole = np.log1p(1e4 * 6 / 12)
-    in_view = np.log1p(1e4 * 3 / 5)
-    statistics = GeneStatistics(np.array([4]), np.array([whole]), whole, 4)
-    part = model.objective.parts["masked_value"]
-    observed = (np.zeros(1, np.int64), np.array([in_view]), np.array([in_view - 0.1]))
-    metrics, verdicts = part.judge(*observed, statistics=statistics)
-    assert metrics == {"n_targets": 1, "mse": pytest.approx(0.01)}
-    assert verdicts == []
+    assert [verdict.compared for verdict in verdicts] == [
+        "prediction of the hidden expression",
+        "prediction of masked values",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,8 @@ class EvaluatedModel:
 
     @cached_property
     def gene_statistics(self) -> GeneStatistics:
-        """Statistics of the genes of training cells."""
-        with_counts = self.network.objective.config.needs_counts
-        return read_gene_statistics(self.manifest, self.tokens, with_counts)
+        """Statistics of the genes of training cells, for the baselines of the network's objective."""
+        return read_gene_statistics(self.manifest, self.network.objective, self.seed)
 
     @cached_property
     def components(self) -> PrincipalComponents:

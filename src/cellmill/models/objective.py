@@ -34,6 +34,7 @@ from cellmill.runs.results import Verdict, compare
 EVALUATION_STEP = 0  # task `reconstruct`
 VALIDATION_STEP = -1
 HIDDEN_GENES_STEP = -2  # metric hidden_genes: its views hide the same genes from all cells
+STATISTICS_STEP = -3  # `GeneStatistics` of training cells
 MIN_VARIANCE_FRAC = 1e-9  # of the sum of squares; a smaller variance is a rounding error
 FORMER_NAMES = {
     "tensor": "tensor_parallel_styles",
@@ -63,12 +64,15 @@ class GeneStatistics:
     (`data.rank_order.rank_buckets`).
     """
     count_profile: np.ndarray | None = None
-    """`(genes,)` float64 with sum 1: mean over cells of each gene's fraction of the cell's counts.
+    """`(genes,)` float64 with sum 1: mean over cells of each gene's fraction of the counts to predict.
 
-    No gene has 0: one further cell has all genes in equal parts. None unless the objective needs counts.
+    These are the cell's counts, or what its view hides of them if only this is to be predicted. No gene
+    has 0: one further cell has all genes in equal parts. None unless the objective needs counts.
     """
     log_count_profile: np.ndarray | None = None
-    """Likewise of each gene's fraction of the cell's log(1 + counts)."""
+    """Likewise of each gene's fraction of log(1 + counts to predict)."""
+    shown: "GeneStatistics | None" = None
+    """Statistics of the tokens that views show; None unless a part of a sum reads a view of another."""
 
 
 class ObjectiveModel(Protocol):
@@ -103,7 +107,8 @@ class Objective:
     """Base of every objective. Its methods are called in this order:
 
     - `__init__`, from options; a sum then sets `in_view` of its parts
-    - `attach`, once `levels` is set (in a sum also `suffix` and `number_columns`); sets `coupled_widths`
+    - `attach`, once `levels` is set (in a sum also `suffix` and `number_columns`); may set `coupled_widths`,
+      `n_sums`, `in_validation_loss` and `validates_coupled_loss`, which are final only then
     - `view`, then `prepare`, of each batch on the CPU; `Model.prepare` sets `training` before
     - `loss`, from the model's states; or `observe` of every batch, then `judge` once if there is a target
     """

@@ -53,15 +53,17 @@ class Reconstruct(Task):
             context.options.seed,
             draws.RECONSTRUCTED_CELLS,
         )
-        network = self._change_objective(context.model)
+        model = self._change_objective(context.model)
+        network = model.network
         arrays = _observe(context, network, cells)
         if not arrays:
             raise Skipped("no scored cell has a gene that the model knows")
         for head, classifier in find_classifiers(network, context.model.config).values():
             # changes the network that all tasks share: harmless, because only `judge` reads temperature
             head.temperature = (classifier["calibration"] or {}).get("temperature")
-        statistics = context.model.gene_statistics
-        metrics, verdicts = network.objective.judge_observed(*arrays, statistics=statistics)
+        metrics, verdicts = network.objective.judge_observed(
+            *arrays, statistics=model.gene_statistics
+        )
         figures, notes = _describe_unknown_labels(context, network, cells)
         return TaskResult(
             figures={"n_cells": len(cells)} | metrics | figures, verdicts=verdicts, notes=notes
@@ -72,10 +74,10 @@ class Reconstruct(Task):
         # masks, states and predictions take about as long as four embeddings
         return 0.2 + sizes.read_s() + 4 * n * sizes.forward_s
 
-    def _change_objective(self, model: EvaluatedModel) -> Model:
-        """The network with the changed options of its objective, sharing its parameters."""
+    def _change_objective(self, model: EvaluatedModel) -> EvaluatedModel:
+        """The model with the changed options of its objective, sharing its parameters."""
         if not self.config.objective:
-            return model.network
+            return model
         spec = spec_of(model.config, model.vocabulary.n_genes)
         changed = spec.objective.model_dump() | self.config.objective
         objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
@@ -91,7 +93,8 @@ class Reconstruct(Task):
             )
         network.load_state_dict(trained, assign=True)
         fill_buffers(network, model.config.get("seed", 0), model.vocabulary)
-        return network.to(next(model.network.parameters()).device).eval()
+        network.to(next(model.network.parameters()).device).eval()
+        return replace(model, network=network)
 
 
 def _describe_unknown_labels(

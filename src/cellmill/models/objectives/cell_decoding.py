@@ -15,8 +15,8 @@ With `view_loss` the hidden part is encoded too, and VICReg of the vectors of bo
 training only. With `batch_column` the decoder gets a learned vector per experimental batch. In names of
 options and modules, `batch_…` means the experimental batch (scVI's `batch_key`).
 
-`judge` compares with the mean profile of the training cells: the mean of the same fractions over whole
-cells. Objective `denoise` is the same class with `view: thin` and `target: all`.
+`judge` compares with the mean profile of the training cells: the mean of the same fractions, hidden by
+views of these cells. Objective `denoise` is the same class with `view: thin` and `target: all`.
 
 Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
 input width of the decoder's output layer, V size of the vocabulary.
@@ -323,8 +323,8 @@ class CellDecoding(Objective):
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score the cross-entropy of the model against the mean profile of training cells.
 
-        The profile is the mean over these cells of the fractions of their whole expression, in the scale
-        of the targets.
+        The profile is the mean over these cells of such targets: fractions of the expression that their
+        views hide, or with target all of their whole expression.
         """
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)

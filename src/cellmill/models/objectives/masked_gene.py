@@ -86,7 +86,7 @@ class MaskedGene(MaskedObjective):
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score predicted genes against the most frequent gene and the frequencies of all genes.
 
-        Frequencies are over the tokens of whole training cells, also if the targets are those of a view.
+        Frequencies are over the tokens of training cells, in a view over those that it shows.
         """
         genes, is_correct, losses = GeneObservations(*observed)
         n_tokens = statistics.n_tokens
@@ -103,4 +103,7 @@ class MaskedGene(MaskedObjective):
         }
         name = "prediction of masked genes"
         against = "gene frequency in training cells"
+        if self.tokens.sequences:
+            name = "prediction of masked residues"
+            against = "residue frequency in training sequences"
         return metrics, cross_entropy_verdicts(name, against, loss - baseline_loss)

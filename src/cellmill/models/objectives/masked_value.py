@@ -125,21 +125,19 @@ class MaskedValue(MaskedObjective):
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Score predicted values against the means of the gene and of all tokens, in training cells.
 
-        In a view only the error is given: a view's values are made from its shown counts, and the
-        training means are of whole cells.
+        In a view values are made from the shown counts, and so are the means.
         """
         observations = ValueObservations(*observed)
         values = observations.values.astype(np.float64)
         predicted = observations.predicted.astype(np.float64)
         mse = float(np.mean((values - predicted) ** 2))
-        metrics: dict[str, Any] = {"n_targets": len(values), "mse": mse}
-        if self.in_view:
-            return metrics, []
         gene_means = statistics.mean[observations.genes]
         mse_gene_mean = float(np.mean((values - gene_means) ** 2))
         mse_global_mean = float(np.mean((values - statistics.global_mean) ** 2))
         r2 = r2_over(mse_gene_mean, mse)
-        metrics |= {
+        metrics: dict[str, Any] = {
+            "n_targets": len(values),
+            "mse": mse,
             "r2_over_gene_mean": r2,
             "r2_over_global_mean": r2_over(mse_global_mean, mse),
             "pearson_gene_centred": pearson(values - gene_means, predicted - gene_means),

@@ -183,7 +183,10 @@ class Sum(Objective):
         return torch.tensor(n_tensors), *observed
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score every part; its metrics get the prefix of its name."""
+        """Score every part; its metrics get the prefix of its name.
+
+        The baselines of a part in a view are made of the tokens that views of training cells show.
+        """
         metrics: dict[str, Any] = {}
         verdicts: list[Verdict] = []
         n_tensors, *arrays = observed
@@ -191,8 +194,10 @@ class Sum(Objective):
         n_by_part = n_tensors[: len(self.parts)].tolist()
         all_arrays = iter(arrays)
         for (name, part), n in zip(self.parts.items(), n_by_part):
+            part_statistics = statistics.shown if part.in_view else statistics
+            assert part_statistics is not None, "statistics without views"
             part_metrics, part_verdicts = part.judge_observed(
-                *islice(all_arrays, n), statistics=statistics
+                *islice(all_arrays, n), statistics=part_statistics
             )
             metrics |= {f"{name}.{key}": value for key, value in part_metrics.items()}
             verdicts += part_verdicts
