@@ -116,6 +116,34 @@ def test_a_part_in_a_view_is_level_without_knowledge(
     assert abs(verdict.difference) < 2 * TOLERANCE
 
 
+def test_queries_count_like_hidden_genes_of_all_cells(tmp_path: Path) -> None:
+    """Of two kinds of cells, one detects few genes, and often no hidden one."""
+
+    def draw(seed: int) -> sp.csr_matrix:
+        depth = np.where(np.arange(N_CELLS) % 2, 1, 0.02)[:, None]
+        counts = sp.csr_matrix(np.random.default_rng(seed).poisson(RATES * depth))
+        return counts[counts.getnnz(1) > 0].astype(np.float32)
+
+    counts = draw(2)
+    manifest = write_corpus(tmp_path, counts)
+    objective = _objective("query_decoding")
+    objective.n_genes = len(RATES)
+    statistics = read_gene_statistics(manifest, objective, seed=0)
+    means = statistics.n_tokens / statistics.n_cells * statistics.mean
+    prepared = _prepare(objective, draw(3), seed=0, step=EVALUATION_STEP)
+    genes = prepared.query_token_ids.numpy() - len(SPECIAL)
+    values = prepared.query_targets.double().numpy()
+    weights = prepared.importance_weights.double().numpy()
+    # the means times the factor of least weighted error
+    factor = np.sum(weights * values * means[genes]) / np.sum(weights * means[genes] ** 2)
+    metrics, [verdict] = objective.judge(
+        genes, values, factor * means[genes], weights, statistics=statistics
+    )
+    detected_frac = counts.nnz / np.prod(counts.shape)
+    assert metrics["detected_frac"] == pytest.approx(detected_frac, rel=0.02)
+    assert abs(verdict.difference) < TOLERANCE
+
+
 @pytest.mark.parametrize("options", VIEWS, ids=str)
 def test_profiles_are_sums_over_one_cell_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -10,7 +10,8 @@ A gene of the vocabulary is hidden with the probability that its cell drew, whet
 or not, so the detection rate of hidden genes is the rate of all genes. Querying every hidden gene would
 cost too much. So option `max_asked` bounds the queries of hidden detected genes of a cell, and
 `undetected_ratio` times as many are of undetected genes. The importance weight of a query is the number of
-hidden genes per query of its cell, separately for detected and undetected genes. Genes that
+hidden genes per query of its cell, separately for detected and undetected genes. Metrics use these weights,
+so they are means over all hidden genes. The loss scales them to mean 1 in each cell. Genes that
 `tokens.max_tokens` cuts from a cell count as undetected.
 
 Legend: C cells, T tokens of the batch, N queries, H width of a state, E width of a cell's vector.
@@ -76,7 +77,11 @@ class QueryBatch(EncoderBatch):
     query_cells: Tensor
     query_token_ids: Tensor
     query_targets: Tensor
-    query_weights: Tensor  # `(N,)` float32: `importance_weights`, scaled to mean 1 in each cell
+    query_weights: Tensor
+    """`(N,)` float32: `importance_weights`, scaled to mean 1 in each cell. So in the loss a cell counts
+    by its queries, not by its hidden genes.
+    """
+    importance_weights: Tensor  # as in the view's `Queries`; `judge` reads them
     n_targets: Tensor  # N
 
 
@@ -86,7 +91,7 @@ class QueryObservations(NamedTuple):
     genes: Any  # int64: vocabulary rows
     values: Any
     predicted: Any
-    weights: Any  # as `query_weights`
+    weights: Any  # `importance_weights`
 
 
 class TokenDraws(NamedTuple):
@@ -187,12 +192,14 @@ class QueryDecoding(Objective):
 
         They are drawn with replacement. Which undetected genes are hidden is not drawn: weights are
         computed from the expected number. `detected_cells` are the cells of queries of detected genes.
+        Another cell is treated as if it had one such query: without its zeros, metrics would overestimate
+        how often genes are detected.
         """
         # `(C,)` each
         n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
         n_detected_queries = torch.bincount(detected_cells, minlength=len(batch.lengths))
         # a number just above an integer by a rounding error becomes this integer
-        n_expected = n_detected_queries.double() * self.config.undetected_ratio
+        n_expected = n_detected_queries.clamp(min=1).double() * self.config.undetected_ratio
         n_queries = (n_expected - 1e-6).ceil().long()
         n_queries = torch.where(n_undetected_genes > 0, n_queries, 0)
         weights = draws.hidden_frac * n_undetected_genes / n_queries.clamp(min=1)
@@ -226,6 +233,7 @@ class QueryDecoding(Objective):
             query_token_ids=queries.token_ids,
             query_targets=queries.targets,
             query_weights=(weights * scale[queries.cells]).float(),
+            importance_weights=queries.importance_weights,
             n_targets=torch.tensor(len(queries.cells)),
         )
 
@@ -259,7 +267,7 @@ class QueryDecoding(Objective):
             genes=prepared.query_token_ids - len(SPECIAL),
             values=prepared.query_targets,
             predicted=self.predict_targets(model, model.states(prepared), prepared),
-            weights=prepared.query_weights,
+            weights=prepared.importance_weights,
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
