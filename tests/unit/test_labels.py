@@ -101,6 +101,8 @@ def test_the_loss_is_the_weighted_cross_entropy() -> None:
         -(0.5 * np.log(0.5) + 0.5 * np.log(0.25))
     )
     assert verdicts[0].against == "the frequencies of labels"
+    only_one = model.objective.judge(np.zeros(2, int), np.zeros((2, 2)), statistics=None)[0]
+    assert str(only_one["cross_entropy_frequencies"]) == "0.0"
 
 
 def _expected_error(logits: np.ndarray, labels: np.ndarray, temperature: float) -> float:

@@ -103,7 +103,7 @@ class Classification(LabelObjective):
         is_correct = log_probabilities.argmax(1) == label_indices
         _, counts = np.unique(label_indices, return_counts=True)
         frequencies = counts / n_cells
-        entropy = float(-(frequencies * np.log(frequencies)).sum())
+        entropy = float((frequencies * np.log(1 / frequencies)).sum())
         metrics = {
             "n_targets": n_cells,
             "cross_entropy": loss,

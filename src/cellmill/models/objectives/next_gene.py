@@ -11,7 +11,7 @@ Before the first gene the state is a learned vector. A cell with as many tokens 
 have been cut, so its end is not a target.
 
 A gene is judged among the genes that the cell does not have yet, from which `cellmill generate` draws
-too. The baseline is the gene frequency at the same rank in training cells, among the same genes.
+too. The baseline is the gene frequency at similar ranks in training cells, among the same genes.
 
 Legend: T tokens of the batch, N targets, H width of the model, V size of the vocabulary.
 """
@@ -241,7 +241,7 @@ class NextGene(Objective):
             "cross_entropy_rank_frequency": baseline_loss,
         }
         name = "prediction of the next gene"
-        against = "gene frequency at the same rank in training cells"
+        against = "gene frequency at similar ranks in training cells"
         verdicts = cross_entropy_verdicts(name, against, loss - baseline_loss)
         if value_arrays:
             observations = NextValueObservations(*value_arrays)
@@ -255,7 +255,7 @@ class NextGene(Objective):
 
 
 class RankBaseline:
-    """Prediction of the next gene from gene frequencies at the same rank in training cells.
+    """Prediction of the next gene from gene frequencies at similar ranks in training cells.
 
     Ranks are in buckets (`data.rank_order.rank_buckets`). Candidates are genes that are not in the cell
     yet.

@@ -74,10 +74,8 @@ class Regression(CellObjective):
         return self.config.target_std or 1.0
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        numbers = torch.full((len(batch.lengths),), torch.nan, dtype=torch.float64)
-        if batch.numbers is not None:  # None where no numbers are read, as in `embed`
-            column = self.number_columns.index(self.config.target_column)
-            numbers = batch.numbers[:, column]
+        assert batch.numbers is not None, "the batch has no numbers"
+        numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
         targets = (numbers - self._mean) / self._std
         return targets.float(), numbers.isfinite()
 

@@ -7,7 +7,7 @@ from the sums of all processes.
 A measurement is log(1 + 10,000 f), where f is the gene's fraction of the cell's expression. With the
 default options (likelihood softmax, `weights: log1p`) f is a fraction of the cell's sum of
 log(1 + count), so a measurement is a logarithm of a logarithm. With other options it is a fraction of
-the cell's sum of counts. So the metric compares only runs with equal `weights` and `likelihood`.
+the cell's sum of counts. So runs with the default options compare only with each other.
 
 A prediction is the gene's probability in the softmax, which estimates f, times a factor per cell: the
 sum of the visible genes' measurements divided by the sum of their probabilities. Pearson's r needs no

@@ -74,7 +74,8 @@ class Mask:
 class MaskedObjective(Objective):
     """Base of masked_value and masked_gene.
 
-    It needs a model with `states`; with a cell loss also `inputs`, `cell_vectors` and `plan`.
+    It needs a model with `states`, and masked_gene one with `gene_embedding`; with a cell loss also
+    `inputs`, `cell_vectors` and `plan`.
     """
 
     config: MaskedObjectiveConfig
