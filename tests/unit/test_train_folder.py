@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from cellmill.runs.folder import TrainFolder, cut_back, read_lines
 from cellmill.runs.identity import changed_keys, identity, is_done
 from cellmill.runs.jobs import write_if_room
 from cellmill.runs.lock import FolderWatch, claim, find_holder, locked
+from cellmill.stages.training_inputs import find_token_order
 from cellmill.track.tracker import JsonlTracker
 from tests.unit.test_rendezvous import NOBODY, as_user
 from tests.unit.test_status import HOLD
@@ -320,6 +322,27 @@ def test_an_option_added_later_is_no_change_at_its_default() -> None:
     assert changes(older, train={"weight_decay": 0.5}) == {
         "train.weight_decay": f"{default} -> 0.5"
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "gene_order", "changed"),
+    [
+        ("autoregressive", "genes", {"order of tokens": "as in the shards -> by rank"}),
+        ("autoregressive", "rank", {}),
+        ("encoder", "genes", {}),
+    ],
+)
+def test_a_run_that_began_in_another_order_is_another_run(
+    family: str, gene_order: str, changed: dict[str, str]
+) -> None:
+    objective = {"name": "next_gene" if family == "autoregressive" else "masked_value"}
+    model = TREE["model"] | {"family": family}
+    options = stored_options(TREE | {"model": model, "objective": objective}, "then")
+    shards: Any = SimpleNamespace(gene_order=gene_order)
+    now = identity(options, None) | find_token_order(options, shards)
+    stored = {"options": options.model_dump(mode="json"), "identity": identity(options, None)}
+    assert changed_keys(stored, now, "state.json") == changed
+    assert changed_keys(stored | {"identity": now}, now, "state.json") == {}
 
 
 def test_stored_options_of_a_metric_that_is_refused_now_are_read() -> None:

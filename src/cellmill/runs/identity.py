@@ -45,6 +45,8 @@ FREE = {
 """Sections and keys that change no number of a run."""
 UNFITTED = ("model", "stream", "train")
 """Sections in which a training keeps what the configuration says, whatever the corpus."""
+TOKEN_ORDER = "order of tokens"
+"""Key of identity for tokens that are sorted while they are read; earlier versions did not sort them."""
 REASONS: Any = {"objective": {"batch_reason": True, "parts": {"__all__": {"batch_reason"}}}}
 """Texts, which another version may word differently."""
 
@@ -82,6 +84,8 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
     given = stored["identity"]
     before = identity(options, given["init_from"], given.get("model.gene_vectors"))
     before["weights_format"] = given.get("weights_format", 1)
+    if TOKEN_ORDER in now:
+        before[TOKEN_ORDER] = given.get(TOKEN_ORDER, "as in the shards")
 
     def short(value: Any) -> str:
         return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", str(value))  # a digest

@@ -37,6 +37,7 @@ from cellmill.stages.training_inputs import (
     check_genes,
     check_vocabulary,
     digest_vectors,
+    find_token_order,
     fit_options,
     open_corpus,
 )
@@ -75,7 +76,8 @@ def train(
     weights = None if init_from is None else sha256_file(init_from / "model.safetensors")
     record: dict[str, Any] = {
         "options": options.model_dump(mode="json"),
-        "identity": identity(options, weights, digest_vectors(options, init_from)),
+        "identity": identity(options, weights, digest_vectors(options, init_from))
+        | find_token_order(options, shards),
         "fingerprint": fingerprint,
         "manifest": str(manifest),
         "vocabulary": str(vocabulary),

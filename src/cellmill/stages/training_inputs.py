@@ -21,6 +21,7 @@ from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
+from cellmill.runs.identity import TOKEN_ORDER
 
 
 class Corpus(NamedTuple):
@@ -176,6 +177,12 @@ def digest_vectors(options: TrainOptions, init_from: Path | None) -> str | None:
     if not Path(path).is_file():
         raise ConfigError(f"model.gene_vectors: {path}: no such file")
     return sha256_file(Path(path))
+
+
+def find_token_order(options: TrainOptions, shards: Manifest) -> dict[str, str]:
+    """Return the entry of a run's identity if its model reads an order that the shards lack."""
+    is_sorted = options.model.reads_token_order and options.tokens.value_kind != "place"
+    return {TOKEN_ORDER: "by rank"} if is_sorted and shards.gene_order == "genes" else {}
 
 
 def check_levels(
