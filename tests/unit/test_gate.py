@@ -95,6 +95,13 @@ def test_a_gate_on_an_error_takes_the_lowest_value() -> None:
     )
 
 
+def test_a_gate_knows_the_errors_of_a_result() -> None:
+    rows = [make_row("embedding", MAE=0.5), make_row("mean", MAE=0.4)]
+    datasets = _datasets(change={"rows": rows, "metric": "MAE", "lower_is_better": ["MAE"]})
+    [line] = find_failures([BaselineGate(task="change", baseline="mean")], datasets)
+    assert line.endswith("embedding has 0.500 MAE, expected at most 0.400 of mean")
+
+
 @pytest.mark.parametrize(
     ("gate", "changed", "message"),
     [

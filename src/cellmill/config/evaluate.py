@@ -121,7 +121,7 @@ class BaselineGate(Section):
     column: str | None = None
     """Column to compare; null is that which ranks the task's rows."""
     lower_is_better: bool = False
-    """Whether lower values of the column are better, as of MAE."""
+    """Whether lower values are better of a column that the task does not mark as an error."""
     margin: float = 0.0
     """By how much the model has to be better than the baseline, at least."""
 
@@ -154,7 +154,7 @@ class Evaluate(Section):
     gate: list[BaselineGate] = Field([])
     """Minimum results; the stage fails if one is missed. Each has `task`, `baseline` (a row, or
     features, whose best classifier counts), `column` (default: the one that ranks the rows),
-    `lower_is_better` (default no; set it if the column is an error) and `margin` (default 0): the
+    `lower_is_better` (set it for a column such as seconds; errors are known) and `margin` (default 0): the
     minimum difference between the model's best row and the baseline's.
     Results are then in finished/metrics.json.
     """

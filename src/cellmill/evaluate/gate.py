@@ -55,9 +55,11 @@ def _describe_failure(gate: BaselineGate, where: str, result: TaskResult) -> str
         raise ConfigError(
             f"evaluate.gate: {where}: no baseline {gate.baseline!r}; there are: {names}"
         )
-    name, value = _find_best(gate, where, models, column)
-    other, other_value = _find_best(gate, where, baselines, column)
-    sign = -1 if gate.lower_is_better else 1
+    is_error = gate.lower_is_better or column in result.lower_is_better
+    choose = min if is_error else max
+    name, value = choose(_list_finite(where, models, column), key=itemgetter(1))
+    other, other_value = choose(_list_finite(where, baselines, column), key=itemgetter(1))
+    sign = -1 if is_error else 1
     if sign * (value - other_value) >= gate.margin - ROUNDING:
         return None
     limit = other_value + sign * gate.margin
@@ -65,15 +67,15 @@ def _describe_failure(gate: BaselineGate, where: str, result: TaskResult) -> str
     digits = 3
     while f"{value:.{digits}f}" == f"{limit:.{digits}f}":
         digits += 1
-    bound, change = ("at most", "minus") if gate.lower_is_better else ("at least", "plus")
+    bound, change = ("at most", "minus") if is_error else ("at least", "plus")
     expected = f"{other_value:.{digits}f} of {other}"
     if gate.margin:
         expected = f"{limit:.{digits}f} ({expected} {change} margin {gate.margin:g})"
     return f"{name} has {value:.{digits}f} {column}, expected {bound} {expected}"
 
 
-def _find_best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> tuple[str, float]:
-    """Name and value of the best row in a column."""
+def _list_finite(where: str, rows: list[Row], column: str) -> list[tuple[str, float]]:
+    """Name and value of each row with a number in a column; raises ConfigError without any."""
     values = [(row.method.name, row.value(column)) for row in rows]
     finite = [
         (name, float(value)) for name, value in values if value is not None and isfinite(value)
@@ -85,5 +87,4 @@ def _find_best(gate: BaselineGate, where: str, rows: list[Row], column: str) -> 
         raise ConfigError(
             f"evaluate.gate: {where}: no numbers in column {column!r}; there are: {', '.join(columns)}"
         )
-    choose = min if gate.lower_is_better else max
-    return choose(finite, key=itemgetter(1))
+    return finite
