@@ -108,6 +108,12 @@ def test_a_verdict_names_the_role_that_is_left_out(clustered: Context) -> None:
     assert "accuracy, donors not seen" not in metrics
 
 
+def test_two_donors_decide_nothing(clustered: Context) -> None:
+    result = run(with_donors(clustered, clustered.vectors, n_donors=2), max_types=3)
+    assert {difference.n for difference in result.differences} == {2}
+    assert {verdict.outcome for verdict in result.verdicts} == {"undecided"}
+
+
 def test_refusals_of_a_type_of_one_donor_are_not_counted(clustered: Context) -> None:
     """A type that only the tested donor has is far from all others, so all its cells are refused."""
     options = {"refuse_frac": 0.01, "max_types": 1}

@@ -9,7 +9,7 @@ novelty of fitted cells, each predicted without its donor. Labels that are terms
 a column `credit`: a superclass of the right term counts as its share of the information
 (`evaluate/atlas/ontology.py`).
 
-Left-out donors are the repetitions of an interval; its units are cells, or types that are left out.
+Left-out donors are the repetitions of an interval, and its independent units, as left-out types are.
 """
 
 from collections import Counter
@@ -122,7 +122,7 @@ class NewTypeScores:
             ScoreColumn("novelty AUROC", "AUROC of types not seen", self.auroc),
             ScoreColumn("refused, new type", "share refused of types not seen", self.refused),
         ]
-        return [column for column in columns if column.scores]
+        return [replace(column, n_units=min(self.shape)) for column in columns if column.scores]
 
 
 class MapCells(Task):
@@ -172,6 +172,8 @@ class MapCells(Task):
         columns = [predictions.column("", "accuracy", "accuracy", metric)]
         if terms is not None:
             columns.append(_make_credit_column(predictions))
+        # cells of a donor are not independent
+        columns = [replace(column, n_units=len(folds)) for column in columns]
         columns += new_types.columns()
         figures = chosen.figures | {
             "folds": len(folds),
