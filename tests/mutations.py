@@ -39,7 +39,7 @@ FAULTS = [
     Fault("loss scale begins at 2^15", "train/step_guard.py", "= 2.0**16", "= 2.0**15", "distributed/test_step_guard.py"),
     Fault("a value at a bin's edge falls below it", "data/stream/builtin_tokenizers.py", 'edges, values, side="right"', 'edges, values, side="left"', "unit/test_tokens.py"),
     Fault("a cap of repeats counts as zero", "data/stream/level_sampler.py", "max_weight * sizes[is_capped]", "0 * sizes[is_capped]", "unit/test_repeats.py"),
-    Fault("smallest remainders are rounded up", "data/stream/level_sampler.py", "np.argsort(-remainders", "np.argsort(remainders", "unit/test_repeats.py"),
+    Fault("each epoch rounds reads up for the same levels", "data/stream/level_sampler.py", "READS_OF_LEVELS, epoch)", "READS_OF_LEVELS, 0)", "unit/test_repeats.py"),
     Fault("gradient norm without the squares of other pipeline stages", "parallel/step.py", "total = squares.sqrt()", "total = total", "distributed/test_conformance.py"),
     Fault("sums count model-parallel peers twice", "parallel/mesh.py", "        peers = self.model_parallel_size\n", "        peers = 0\n", "distributed/test_conformance.py"),
     Fault("warm-up of the average is off by one", "train/optimizer.py", "(1 + step) / (10 + step)", "step / (10 + step)", "distributed/test_loop.py"),

@@ -102,6 +102,71 @@ def test_repeats_of_a_level_follow_the_formula(exponent: float, most: float, n_f
     np.testing.assert_allclose(read[free], share * read[free].sum() / share.sum(), atol=1)
 
 
+def reads_of_levels(sampler: LevelSampler, epochs: int) -> np.ndarray:
+    """How often each level is read in each epoch, `(epochs, levels)`."""
+    return np.array(
+        [
+            np.bincount(sampler.level_codes, sampler.draw_times_read(5, epoch, 0))
+            for epoch in range(epochs)
+        ]
+    )
+
+
+def test_rare_levels_are_read_in_turn_by_their_weight() -> None:
+    # 500 cells without a level, 490 of one level, ten levels of one cell: 900, 98 and 0.2 expected reads
+    levels = np.repeat(np.arange(12), [500, 490] + 10 * [1])
+    options = {"weight_by": "kind", "labelled_frac": 0.1, "weight_exponent": 0}
+    sampler = LevelSampler(levels, StreamOptions.model_validate(options))
+    reads = reads_of_levels(sampler, 2000)
+    assert (reads.sum(1) == 1000).all()
+    assert (reads[:, :2] == [900, 98]).all(), "whole numbers are not rounded"
+    assert reads[:, 2:].max() == 1
+    # four standard errors of 2,000 draws
+    np.testing.assert_allclose(reads[:, 2:].mean(0), 0.2, atol=0.036)
+    assert (sampler.draw_times_read(5, 7, 0) == sampler.draw_times_read(5, 7, 0)).all()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_mean_reads_of_a_level_are_the_expected_ones(order: int) -> None:
+    sizes = np.array([1, 999])[::order]
+    options = {"weight_by": "kind", "weight_exponent": 1, "max_repeats": 2.5}
+    sampler = LevelSampler(np.repeat([1, 2], sizes), StreamOptions.model_validate(options))
+    reads = reads_of_levels(sampler, 2000)[:, 1:][:, ::order]
+    assert set(reads[:, 0].tolist()) == {2, 3}
+    np.testing.assert_allclose(reads.mean(0), [2.5, 997.5], atol=0.045)
+
+    sizes = np.array([700, 0, 203, 80, 16, 1])[::order]
+    options = {"weight_by": "kind", "weight_exponent": 0.5, "max_repeats": 5}
+    sampler = LevelSampler(np.repeat(np.arange(6), sizes), StreamOptions.model_validate(options))
+    # the single cell reaches the cap, and the others share what it leaves by the roots of their sizes
+    roots = np.sqrt(sizes)
+    roots[sizes == 1] = 0
+    expected = np.where(sizes == 1, 5, 995 * roots / roots.sum())
+    assert (expected <= 5 * sizes).all()
+    reads = reads_of_levels(sampler, 2000)
+    assert (reads.sum(1) == 1000).all()
+    assert (np.abs(reads - expected) < 1).all()
+    np.testing.assert_allclose(reads.mean(0), expected, atol=0.045)
+
+
+def test_a_state_of_reads_rounded_the_same_is_refused(manifest: Manifest) -> None:
+    stream = stream_of(manifest)
+    plain = stream_of(manifest, weight_by=None)
+    state = stream.state_dict()
+    stream.load_state_dict(state)
+    del state["rounding"]  # as versions that rounded up the same levels in each epoch saved it
+    with pytest.raises(
+        ConfigError,
+        match=r"stream\.weight_by: expected reads rounded by systematic .* by largest remainders; finish",
+    ):
+        stream.load_state_dict(state)
+    before = plain.state_dict()
+    del before["rounding"]
+    plain.load_state_dict(before)
+    for each in (stream, plain):
+        each.close()
+
+
 def test_a_curriculum_resumes_between_its_exponents(
     manifest: Manifest,
 ) -> None:

@@ -14,6 +14,7 @@ BLOCKS = 1
 WINDOW = 2
 SHARDS = 3
 REPEATS = 4
+READS_OF_LEVELS = 5
 
 SECOND_HASH = np.uint64(0x243F6A8885A308D3)  # key of the second of two hashes: digits of pi
 SPLITMIX_GAMMA = np.uint64(0x9E3779B97F4A7C15)

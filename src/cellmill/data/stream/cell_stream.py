@@ -22,7 +22,7 @@ from cellmill.data.shards.reader import name_cells, open_shards
 from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields, BatchMaker
 from cellmill.data.stream.batch_tokenizer import BatchTokenizer
-from cellmill.data.stream.level_sampler import read_level_sampler
+from cellmill.data.stream.level_sampler import ROUNDING, read_level_sampler
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import (
     ONLY_RANK,
@@ -264,12 +264,14 @@ class CellStream:
         """Return what `load_state_dict` needs to continue.
 
         These are the epoch of the next batches, their step in it, the options that fix the order of
-        cells, the obs columns that batches and weights read, and the fingerprint.
+        cells, how reads by weights are rounded, the obs columns that batches and weights read, and the
+        fingerprint.
         """
         return {
             "epoch": self._epoch,
             "step": self._step,
             **_options_in_state(self._order_rule),
+            "rounding": ROUNDING if self._order_rule.level_sampler else None,
             "columns": self._columns,
             "fingerprint": self.fingerprint,
         }
@@ -278,9 +280,10 @@ class CellStream:
         """Continue at `state`, which may come from a run with another number of ranks.
 
         Ends an iteration in progress: a loop over it ends without an error. Raises ConfigError if an
-        option that fixes the order differs, if other obs columns are read, or if this stream is not
-        for training. Raises DataError if `state` is incomplete, the shards or the contents of obs
-        columns differ, or an epoch of this split has no such step.
+        option that fixes the order differs, if an earlier version has rounded the reads by weights, if
+        other obs columns are read, or if this stream is not for training. Raises DataError if `state` is
+        incomplete, the shards or the contents of obs columns differ, or an epoch of this split has no such
+        step.
         """
         if not self._order_rule.options.is_training:
             raise ConfigError(
@@ -290,7 +293,9 @@ class CellStream:
         # an option that a state of an earlier version lacks had the effect of its default
         has_weights = state.get("weight_by") is not None
         defaults = _stream_options_in_state(Stream.model_validate({}), has_weights)
-        state = {"columns": self._columns} | defaults | state
+        # earlier versions rounded up the same levels, of the largest remainders, in each epoch
+        rounding = "largest remainders" if has_weights else None
+        state = {"columns": self._columns, "rounding": rounding} | defaults | state
         self._check_state(state)
         self._stop_tokenizing()
         self._epoch = state["epoch"]
@@ -312,8 +317,15 @@ class CellStream:
                     f"{section}.{name} is {as_yaml(now)}, but {as_yaml(before)} in the checkpoint, and defines the "
                     f"order of cells; set it back to {as_yaml(before)}, or start a new run"
                 )
-        # checked after the options: a changed `weight_by` changes columns and fingerprint too, and its
-        # own error is clearer
+        # checked after the options: a changed `weight_by` changes the following too, and its own error is
+        # clearer
+        rounding = self.state_dict()["rounding"]
+        if state["rounding"] != rounding:
+            raise ConfigError(
+                f"stream.weight_by: expected reads rounded by {rounding} sampling, got a checkpoint of an earlier "
+                f"version of cellmill, which rounded by {state['rounding']}; finish the run with that version, or "
+                "start a new run"
+            )
         if state["columns"] != self._columns:
             raise ConfigError(
                 f"expected obs columns {state['columns']}, as in the checkpoint, got {self._columns}; read the same "

@@ -12,8 +12,9 @@ above are computed over these L cells only, then multiplied by `labelled_frac * 
 a level share the other reads equally. `labelled_frac` has no effect if all cells have a level, or none
 has. If `labelled_frac` is null, a missing value is a level like any other.
 
-A cell of weight w is read floor(w) times or once more. Which cells are read once more is drawn anew
-in each epoch.
+A level of n cells of weight w is read floor(n * w) times or once more, and each of its cells floor(w)
+times or once more. Which levels and which cells are read once more is drawn anew in each epoch, so that
+the mean over epochs is the weight.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ import numpy as np
 
 from cellmill.config.corpus import MISSING
 from cellmill.config.run import Stream
-from cellmill.data.keys import REPEATS, random_words
+from cellmill.data.keys import READS_OF_LEVELS, REPEATS, random_words
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
+
+ROUNDING = "systematic"  # how expected reads become whole numbers, as states of streams name it
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,7 @@ class LevelSampler:
         `first_global_step` is the global step at which the epoch begins.
         """
         times_read = np.zeros(len(self.level_codes), np.uint32)
-        n_reads = self._count_reads(first_global_step).tolist()
+        n_reads = self._draw_reads(seed, epoch, first_global_step).tolist()
         for level_code, cells in enumerate(self._cells_by_level):
             if not len(cells):
                 continue
@@ -54,23 +57,30 @@ class LevelSampler:
                 times_read[cells[drawn]] += 1
         return times_read
 
-    def _count_reads(self, first_global_step: int) -> np.ndarray:
-        """Count the reads of each level in the epoch that begins at a global step, `(levels,)` int64.
+    def _draw_reads(self, seed: int, epoch: int, first_global_step: int) -> np.ndarray:
+        """Draw the reads of each level in an epoch, `(levels,)` int64; they sum to the number of cells.
 
-        They sum to the number of cells.
+        Systematic sampling: the expected reads of the levels are laid end to end on a line, and a level
+        is read once for each k - offset on its piece, for whole numbers k.
         """
+        n_cells = len(self.level_codes)
+        [word] = random_words(1, seed, READS_OF_LEVELS, epoch).tolist()
+        # uniform between 0 and 1, of 24 bits: far enough from both that sums near a whole number have
+        # the floor of that number
+        offset = ((word >> 40) + 0.5) / (1 << 24)
+        ends = np.cumsum(self._compute_expected_reads(first_global_step))
+        reads_up_to = np.minimum(np.floor(ends + offset), n_cells).astype(np.int64)
+        reads_up_to[-1] = n_cells  # also if rounding errors of `ends` add up
+        return np.diff(reads_up_to, prepend=0)
+
+    def _compute_expected_reads(self, first_global_step: int) -> np.ndarray:
+        """Compute the mean reads of each level in epochs that begin at a global step, `(levels,)` float64."""
         warmup_steps = self.options.weight_warmup_steps
         warmup_frac = min(1.0, first_global_step / warmup_steps) if warmup_steps else 1.0
         start_weights = self._compute_weights(self.options.weight_start_exponent)
         end_weights = self._compute_weights(self.options.weight_exponent)
         weights = (1 - warmup_frac) * start_weights + warmup_frac * end_weights
-        expected_reads = self._level_sizes * weights
-        n_reads = np.floor(expected_reads).astype(np.int64)
-        # the largest remainders are rounded up, so that the sum is the number of cells
-        n_up = len(self.level_codes) - int(n_reads.sum())
-        remainders = expected_reads - n_reads
-        n_reads[np.argsort(-remainders, kind="stable")[:n_up]] += 1
-        return n_reads
+        return np.asarray(self._level_sizes * weights)
 
     def _compute_weights(self, exponent: float) -> np.ndarray:
         """Compute the weight of a cell of each level, `(levels,)` float64."""
