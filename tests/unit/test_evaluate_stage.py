@@ -191,6 +191,8 @@ def test_every_label_has_its_rows(
     )
     assert list(both["tasks"]) == ["toy", "probe", "probe of batch"]
     assert both["roles"] == {"label": "cell_type", "label 2": "batch"}
+    assert both["n_scored"] == one["n_scored"]
+    assert both["scored_digest"] != one["scored_digest"]
     assert both["tasks"]["probe of batch"] == one["tasks"]["probe"]
     with open_counts(corpus["cells"]) as reader:
         for role in ("batch", "perturbation"):

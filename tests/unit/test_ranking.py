@@ -131,7 +131,9 @@ def test_tied_runs_are_described_by_the_highest_mean() -> None:
     assert "; second: probe f 0.840;" in first_line(runs)
 
 
-@pytest.mark.parametrize("changes", [{"cells": "heldout"}, {"n_scored": 80}])
+@pytest.mark.parametrize(
+    "changes", [{"cells": "heldout"}, {"n_scored": 80}, {"scored_digest": "coarser labels"}]
+)
 def test_runs_scored_on_other_cells_are_not_paired(changes: dict[str, Any]) -> None:
     runs = [
         run("first", probe=result("f", [0.80, 0.81, 0.80])),
@@ -145,14 +147,20 @@ def test_runs_scored_on_other_cells_are_not_paired(changes: dict[str, Any]) -> N
     assert not any(one.is_called_best for one in list_standings(runs))
     assert first_line(runs).startswith(
         "second has the highest mean on d over the task that all have (probe), but the runs were not scored on the "
-        "same cells:"
+        "same cells and labels, with the same options:"
     )
 
 
-def test_equally_many_cells_are_not_called_the_same_cells() -> None:
-    page = render("r", [run(name, probe=result("f", [0.8, 0.9])) for name in "ab"], [])
-    assert "scored on equally many cells, with the same <code>evaluate.cells</code>" in page
-    assert "the same cells" not in page
+@pytest.mark.parametrize("options", [{"seed": 1}, {"folds": 3}, {"tasks": {"p": {"min_cells": 9}}}])
+def test_runs_of_other_draws_are_not_paired(options: dict[str, Any]) -> None:
+    runs = []
+    for name, values in {"first": [0.80, 0.81, 0.80], "second": [0.90, 0.90, 0.91]}.items():
+        runs.append(run(name, probe=replace(result("f", values), task="p")))
+    assert [one.is_called_best for one in list_standings(runs)] == [False, True]
+    found = runs[0].evaluation
+    assert found is not None
+    runs[0] = replace(runs[0], evaluation=replace(found, options=options))
+    assert not any(one.is_called_best for one in list_standings(runs))
 
 
 def test_runs_are_compared_over_their_shared_tasks() -> None:
@@ -243,7 +251,7 @@ def leaders(cells_se: float, n: int | None = None) -> list[str]:
     """The leaders of two runs, the second 0.03 better, with this error over `n` units."""
     scores = {}
     for name, values in (("a", [0.80, 0.81, 0.80]), ("b", [0.83, 0.84, 0.83])):
-        scores[name] = score_tasks(make_dataset(probe=result("f", values, 0.5, cells_se, n)))
+        scores[name] = score_tasks(make_dataset(probe=result("f", values, 0.5, cells_se, n)), {})
     ranked = rank_runs(scores)
     return [str(ranked.leader), *ranked.tied]
 

@@ -84,7 +84,7 @@ def _describe_claim(standing: Standing, is_tied: bool) -> str:
     if standing.is_called_best:
         return f"is best on {standing.dataset_name} {shared}"
     if not standing.ranking.has_paired_runs:
-        caveat = "but the runs were not scored on the same cells"
+        caveat = "but the runs were not scored on the same cells and labels, with the same options"
     elif not standing.ranking.is_clear:
         caveat = "not shown to be beyond chance"
     elif None in standing.distinct_steps:

@@ -7,9 +7,9 @@ leader in no task is tied with it.
 
 The interval covers repetitions and units, which are mostly cells:
 
-- Repetitions of two runs are paired if both were scored on equally many cells with the same
-  `evaluate.cells`. Their cells, folds and draws are then assumed to be the same. Other pairs of
-  runs have no interval.
+- Repetitions of two runs are paired if both were scored on the same cells with the same labels,
+  seed, folds and options of the task. In results of earlier versions, equally many cells count as
+  the same. Other pairs of runs have no interval.
 - No file has the paired difference of two runs per unit. Each run has a standard error over units,
   of its difference from its best baseline. The larger known one of the two runs is an
   approximation. If both are unknown, the runs have no interval.
@@ -24,9 +24,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cellmill.runs.results import TOLERANCE, CellSelection, DatasetResult, Difference, TaskResult
+from cellmill.runs.results import TOLERANCE, DatasetResult, Difference, TaskResult
 
 CONFIDENCE = 0.95  # level of the intervals
 
@@ -41,7 +41,7 @@ class TaskScore:
     # standard error over units of its difference from the best baseline; None if unknown
     units_se: float | None
     n_units: int | None = None  # None if the file does not count them
-    cell_selection: CellSelection | None = None
+    pairing: str = ""  # equal for runs whose repetitions are paired
 
 
 TaskAndMetric = tuple[str, str]
@@ -69,7 +69,7 @@ class Ranking:
     """Ranking of the runs of one dataset. Runs are given by name. Empty if they share no task."""
 
     n_runs: int = 0
-    # True if all were scored on equally many cells with the same `evaluate.cells`
+    # True if the repetitions of all are paired, in each shared task
     has_paired_runs: bool = False
     # tasks that all runs have with the same metric
     shared_tasks: list[str] = field(default_factory=list)
@@ -80,8 +80,11 @@ class Ranking:
     is_clear: bool = False
 
 
-def score_tasks(dataset_result: DatasetResult) -> Scores:
-    """Scores of one run on one dataset, of all tasks that rank its rows by a metric."""
+def score_tasks(dataset_result: DatasetResult, options: Mapping[str, Any]) -> Scores:
+    """Scores of one run on one dataset, of all tasks that rank its rows by a metric.
+
+    `options` is section `evaluate` of the run.
+    """
     scores: Scores = {}
     for task, result in dataset_result.tasks.items():
         row = result.best_row("model")
@@ -90,13 +93,15 @@ def score_tasks(dataset_result: DatasetResult) -> Scores:
         score = row.scores.get(result.metric)
         repetitions = [] if score is None else score.repetitions
         difference = _find_difference(result, result.metric, row.method.name)
+        cells = dataset_result.cells, dataset_result.n_scored, dataset_result.scored_digest
+        task_options = options.get("tasks", {}).get(result.task)
         scores[task, result.metric] = TaskScore(
             result.rank_value(row),
             repetitions,
             # the file's key is cells_se; its units are mostly cells
             units_se=None if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
-            cell_selection=dataset_result.cell_selection,
+            pairing=str([cells, options.get("seed"), options.get("folds"), task_options]),
         )
     return scores
 
@@ -145,11 +150,12 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         any(difference.value < 0 and difference.has_interval for difference in differences.values())
         for differences in differences_by_run.values()
     )
-    # all scores of a run have the same cell selection
-    selections = {scores[shared_keys[0]].cell_selection for scores in scores_by_run.values()}
+    pairings = {
+        str([scores[key].pairing for key in shared_keys]) for scores in scores_by_run.values()
+    }
     return Ranking(
         n_runs=len(scores_by_run),
-        has_paired_runs=len(selections) == 1,
+        has_paired_runs=len(pairings) == 1,
         shared_tasks=[task for task, _ in shared_keys],
         leader=leader,
         tied=tied,
@@ -185,7 +191,7 @@ def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
 
     Empty if the runs are not paired, or differ in the number of repetitions.
     """
-    if score.cell_selection != other.cell_selection:
+    if score.pairing != other.pairing:
         return []
     if len(score.repetitions) != len(other.repetitions):
         return []

@@ -39,11 +39,13 @@ class Standing:
     def is_called_best(self) -> bool:
         """True if the run leads, and the page may call it the best of several runs.
 
-        The lead must be clear, and all runs must have been trained for the same known number of
-        steps. That they are paired needs no test: otherwise no lead is clear.
+        The lead must be clear, and all runs must be paired and have been trained for the same known
+        number of steps.
         """
         has_equal_steps = len(self.distinct_steps) == 1 and None not in self.distinct_steps
-        is_clear = self.ranking.n_runs > 1 and self.ranking.is_clear
+        is_clear = (
+            self.ranking.n_runs > 1 and self.ranking.has_paired_runs and self.ranking.is_clear
+        )
         return self.is_leader_or_tied and is_clear and has_equal_steps
 
     def count_verdicts(self, outcome: Outcome) -> int:
@@ -58,7 +60,8 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
     for run, dataset_name, dataset_result in list_results(runs):
-        scores = score_tasks(dataset_result)
+        assert run.evaluation is not None
+        scores = score_tasks(dataset_result, run.evaluation.options)
         if scores:
             scores_by_dataset.setdefault(dataset_name, {})[run.name] = scores
     rankings = {name: rank_runs(by_run) for name, by_run in scores_by_dataset.items()}

@@ -31,7 +31,6 @@ FAST_MARK = " (effort fast)"
 MIN_UNITS = 3
 Kind = Literal["model", "variant", "baseline", "external", "ceiling", "probe"]
 Outcome = Literal["ahead", "level", "behind", "undecided"]
-CellSelection = tuple[str, int]  # `evaluate.cells`, and the number of scored cells
 
 
 @dataclass(frozen=True)
@@ -391,16 +390,13 @@ class DatasetResult:
     # training sample: not held out
     n_copies: int = 0
     supervised: str | None = None  # in words, for a model that was trained with labels
+    # of the names, labels and other roles of the scored cells; None in results of earlier versions
+    scored_digest: str | None = None
 
     @property
     def n_seen(self) -> int:
         """Cells that are not scored because they, or copies of them, are in training or validation."""
         return self.n_cells - self.n_scored - self.n_without_genes
-
-    @property
-    def cell_selection(self) -> CellSelection:
-        """Equal for runs that count as paired: their cells are then taken for the same."""
-        return self.cells, self.n_scored
 
 
 @dataclass(frozen=True)

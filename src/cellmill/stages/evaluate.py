@@ -56,7 +56,7 @@ from cellmill.evaluate.seen.training_cells import find_training_cells
 from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.perturbation.changes_file import ABOUT_CHANGES, write_changes
 from cellmill.evaluate.tasks.perturbation.units import PERTURBATION
-from cellmill.files import check_writable, name_datasets, refuse_overwriting, sha256_file
+from cellmill.files import check_writable, digest, name_datasets, refuse_overwriting, sha256_file
 from cellmill.launch.signals import belong_to_parent, blocked, children, signal_all
 from cellmill.runs import results
 from cellmill.runs.results import DatasetResult, Evaluation, TaskResult
@@ -171,6 +171,8 @@ def _make_result(dataset: _HeldOutDataset, task_results: dict[str, TaskResult]) 
     n_scored = int(context.scored.sum())
     n_chosen = n_cells if which == "all" else int(dataset.held_out.sum())
     columns = {role: str(column.name) for role, column in context.roles.items()}
+    texts = {role: text_values(column) for role, column in context.roles.items()}
+    texts["name"] = np.array(context.reader.obs_names)
     return DatasetResult(
         n_cells=n_cells,
         n_scored=n_scored,
@@ -182,6 +184,7 @@ def _make_result(dataset: _HeldOutDataset, task_results: dict[str, TaskResult]) 
         in_corpus=dataset.in_corpus,
         n_copies=dataset.n_copies,
         supervised=context.supervision_note,
+        scored_digest=digest({key: of[context.scored].tolist() for key, of in texts.items()}),
     )
 
 
