@@ -176,6 +176,17 @@ def test_a_collapsed_embedding_is_named_before_steps() -> None:
     assert few.startswith("lower train.lr:")
 
 
+def test_a_collapse_after_the_evaluated_step_does_not_count() -> None:
+    def rank(step: int, value: float) -> LoggedLineSchema:
+        return LoggedLineSchema(step=step, effective_rank=value)
+
+    evaluated = Evaluation({}, {"step": 200})
+    late = advised({}, logged=[rank(200, 9.0), rank(2000, 1.3)], evaluation=evaluated)
+    assert "collapsed" not in late
+    early = advised({}, logged=[rank(200, 1.3), rank(2000, 9.0)], evaluation=evaluated)
+    assert "the embedding has collapsed" in early
+
+
 def test_only_runs_without_labels_are_called_collapsed() -> None:
     name = "effective rank of the embedding, last validation"
     for model, addition in ((None, ": collapsed to one direction"), (SUPERVISED, "")):

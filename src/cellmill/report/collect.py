@@ -104,10 +104,13 @@ class ReportedRun:
         """True if the embedding of a run without labels varies in one direction only.
 
         A model of two labels may need only one direction, so this is False for every model that was
-        trained with labels.
+        trained with labels. Validations after the step of the evaluated model do not count.
         """
+        last = self.evaluated_model.step
         effective_ranks = [
-            line.effective_rank for line in self.logged if line.effective_rank is not None
+            line.effective_rank
+            for line in self.logged
+            if line.effective_rank is not None and (last is None or line.step <= last)
         ]
         return not self.supervised_by and bool(effective_ranks) and effective_ranks[-1] < COLLAPSED
 

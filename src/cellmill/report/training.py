@@ -10,6 +10,7 @@ from cellmill.report.drawing.chart import Chart
 from cellmill.report.drawing.curves import StepValues, make_curves_chart, make_loss_chart
 from cellmill.report.schemas import LoggedLineSchema, PlanSchema, StatusSchema
 from cellmill.report.text import to_text, to_words
+from cellmill.runs.collapse import COLLAPSED
 from cellmill.runs.cost import had_gpus
 
 TENSOR_MEMORY = "peak tensor memory on any rank, GB"
@@ -126,9 +127,9 @@ def _summarise_log(run: ReportedRun) -> dict[str, float | None]:
     }
     for key in ("effective_rank", "depth_r2", "batch_r2"):
         name = f"{CURVES[key]}, last validation"
-        if key == "effective_rank" and run.has_collapsed:
-            name += ": collapsed to one direction"
         values = _list_values(run, key)
+        if key == "effective_rank" and run.has_collapsed and values[-1] < COLLAPSED:
+            name += ": collapsed to one direction"
         quantities[name] = values[-1] if values else None
     return quantities
 
