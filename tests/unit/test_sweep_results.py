@@ -201,6 +201,14 @@ def test_scores_of_tasks_without_a_metric_are_in_the_table() -> None:
     assert table.rows == [(run, "d", {"kBET": 0.25, "iLISI": 0.5})]
 
 
+def test_seconds_of_a_task_are_no_result() -> None:
+    result = TaskResult(figures={"n_targets": 5, "seconds": 1.5})
+    evaluation = Evaluation({"d": make_dataset(reconstruct=result)})
+    run = ReportedRun("a", None, None, None, None, evaluation)
+    assert [row.measure.metric for row in list_rows(run, {})] == ["n_targets"]
+    assert [table.columns for table in compare_runs([run])] == [["n_targets"]]
+
+
 def test_figures_of_skipped_tasks_are_not_in_the_table() -> None:
     skipped = TaskResult(figures={"n_batches": 1}, skipped="expected two batches or more, got 1")
     evaluation = Evaluation({"d": make_dataset(integration=skipped)})

@@ -96,5 +96,6 @@ def list_values(row: Row) -> dict[str, float]:
 
 
 def list_figures(result: TaskResult) -> dict[str, float]:
-    """The task's figures that are numbers, by key."""
-    return {key: value for key, value in result.figures.items() if isinstance(value, int | float)}
+    """The task's figures that are numbers, by key, without its seconds, which are no result."""
+    figures = {key: value for key, value in result.figures.items() if key != "seconds"}
+    return {key: value for key, value in figures.items() if isinstance(value, int | float)}

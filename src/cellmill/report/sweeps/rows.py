@@ -88,7 +88,7 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
         rows.append(SweepRow(run_values, LOSS, "model", loss, lower_is_better=True))
     if run.evaluation is not None:
         for dataset_name, task, result in run.evaluation.results():
-            if result.skipped is None:  # a skipped task may have figures, such as its seconds
+            if result.skipped is None:  # a skipped task may have figures
                 rows += _list_task_rows(run_values, dataset_name, task, result)
     training_key = _make_training_key(run)
     return [replace(row, training_key=training_key) for row in rows]
