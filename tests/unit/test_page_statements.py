@@ -23,6 +23,7 @@ from cellmill.report.sweeps.rows import LOSS
 from cellmill.report.sweeps.scaling_law import Law
 from cellmill.report.sweeps.scalings import Scaling, ScalingCurve, SizePoint, SweepCurves
 from cellmill.report.verdicts import list_verdicts
+from cellmill.runs import results
 from cellmill.runs.results import Evaluation, TaskResult, compare
 from cellmill.stages import report
 
@@ -96,6 +97,17 @@ def test_equal_verdicts_on_two_labels_both_count() -> None:
     assert [task for task, _ in list_verdicts(results)] == ["few_shot", "few_shot of donor"]
     repeated = {"few_shot": result, "again": replace(result, task="again")}
     assert [task for task, _ in list_verdicts(repeated)] == ["few_shot"]
+
+
+def test_scores_over_steps_are_of_one_training(tmp_path: Path) -> None:
+    objectives = {"": "cell_decoding", "steps/1/": "masked_value", "steps/2/": "cell_decoding"}
+    for folder, objective in objectives.items():
+        config = {"fingerprint": "f", "objective": {"name": objective}}
+        write(tmp_path / f"{folder}model/config.json", config)
+    for step in (1, 2):
+        evaluation = Evaluation({}, {"step": step})
+        results.write(tmp_path / f"steps/{step}/evaluate/metrics.json", evaluation)
+    assert [*read_run(tmp_path).checkpoint_evaluations] == [2]
 
 
 def test_an_empty_file_is_not_called_missing() -> None:

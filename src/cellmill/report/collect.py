@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import DataError
@@ -36,6 +36,9 @@ from cellmill.runs import results
 from cellmill.runs.collapse import COLLAPSED
 from cellmill.runs.folder import read_lines
 from cellmill.runs.results import DatasetResult, Evaluation, Row, ScoredMethod, TaskResult
+
+TRAINING_KEYS = ("fingerprint", "init_from", "model", "objective", "tokens", "seed", "ema_decay")
+"""Keys of a model's config.json that are equal at all steps of a training."""
 
 
 class UmapCells(NamedTuple):
@@ -200,7 +203,7 @@ def _read_checkpoint_evaluations(
 ) -> dict[int, Evaluation]:
     """metrics.json of kept checkpoints, by step in ascending order.
 
-    Checkpoints that were trained on other data than the exported model are left out.
+    Checkpoints that were trained otherwise than the exported model are left out (TRAINING_KEYS).
     """
     exported_model = exported_model or ModelSchema()
     by_step: dict[int, Evaluation] = {}
@@ -209,9 +212,14 @@ def _read_checkpoint_evaluations(
         checkpoint = ModelSchema.read_if_present(config) or ModelSchema()
         evaluation = _read_evaluation(path)
         step = _get_model(evaluation).step
-        if step is not None and checkpoint.fingerprint == exported_model.fingerprint:
+        is_of_training = _list_training(checkpoint) == _list_training(exported_model)
+        if step is not None and is_of_training:
             by_step[step] = evaluation
     return dict(sorted(by_step.items()))
+
+
+def _list_training(model: ModelSchema) -> list[Any]:
+    return [model.content.get(key) for key in TRAINING_KEYS]
 
 
 def _get_model(evaluation: Evaluation | None) -> ModelSchema:
