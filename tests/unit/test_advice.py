@@ -107,14 +107,15 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         (
             {},
             {"plan": PlanSchema(steps=390, steps_per_epoch=13)},
-            "set train.steps: auto, which is 1,600 steps and not 390; with 32 cells a step, from 400 to 1,600 steps, "
+            "set train.steps: auto, which is 1,600 steps and not 390, and train anew (--restart); with 32 cells a "
+            "step, from 400 to 1,600 steps, "
             "accuracy changed by +0.013, which may be chance (95 % interval -0.007 to +0.034)",
         ),
         ({}, {"plan": PlanSchema(steps=390)}, "train it with other seeds"),
         (
             {"train": {"epochs": 2}},
             {"plan": PlanSchema(steps=26, steps_per_epoch=13)},
-            "set train.steps: auto in place of train.epochs, which is 1,600 steps and not 26;",
+            "set train.steps: auto in place of train.epochs, which is 1,600 steps and not 26, and",
         ),
         (
             {},

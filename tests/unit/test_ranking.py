@@ -118,7 +118,7 @@ def test_runs_inside_the_interval_are_tied_in_every_task() -> None:
     ] * 2
     shared = "over the tasks that all have (probe, few shot)"
     assert first_line(runs).startswith(
-        f"first and second are tied for the highest mean on d {shared}; second: probe f 0.807; the best baseline"
+        f"first and second cannot be told apart on d {shared}; second has the highest mean: probe f 0.807;"
     )
 
 
@@ -127,8 +127,8 @@ def test_tied_runs_are_described_by_the_highest_mean() -> None:
         run("first", probe=result("f", [0.80, 0.80]), few_shot=result("g", [0.70, 0.90])),
         run("second", probe=result("f", [0.70, 0.98]), few_shot=result("g", [0.81, 0.81])),
     ]
-    assert first_line(runs).startswith("first and second are tied")
-    assert "; second: probe f 0.840;" in first_line(runs)
+    assert first_line(runs).startswith("first and second cannot be told apart")
+    assert "; second has the highest mean: probe f 0.840;" in first_line(runs)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_a_better_run_is_said_to_have_no_interval_without_pairs() -> None:
         run("second", probe=result("f", [0.83]), leave_out=result("g", [0.2])),
     ]
     assert first_line(runs).endswith(
-        "Better than first in single tasks, without an interval, because repetitions cannot be paired or do not "
-        "vary, or the error over units is unknown: second in probe (+0.030)."
+        "Better than first in single tasks, without an interval, because repetitions cannot be paired, are fewer "
+        "than two or do not vary, or the error over units is unknown: second in probe (+0.030)."
     )
     # two repetitions of the other run only are no pairs
     assert not any(one.is_called_best for one in list_standings([*reversed(runs)]))

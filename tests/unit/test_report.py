@@ -414,6 +414,18 @@ def test_comparisons_warn_only_if_a_model_is_behind(
     ) * 2
 
 
+def test_no_warning_without_a_loss_to_a_best_baseline() -> None:
+    best = verdict_on(OWN, GENES, "f", 0.0, (-0.1, 0.1))
+    weak = Row(make_method("embedding", "kNN"), {"f": Score(0.3)})
+    other = Row(make_method("PCA50", "kNN"), {"f": Score(0.4)})
+    loss = verdict_on(weak.method, other.method, "f", -0.1, (-0.2, -0.05))
+    rows = [Row(OWN, {"f": Score(0.5)}), Row(GENES, {"f": Score(0.5)}), weak, other]
+    page = render("r", [of_tasks("a", probe=TaskResult(rows, "f", [best, loss]))], [])
+    title = "Where models are behind: in no comparison with a best baseline<"
+    assert f'<div class="comparisons">\n<h3>{title}' in page
+    assert loss.sentence in page
+
+
 def test_many_losses_of_a_run_fold_into_one_line() -> None:
     verdicts = [verdict_on(OWN, GENES, f"f{i}", -0.1 - i / 100, (-0.4, -0.04)) for i in range(20)]
     columns = {f"f{i}": Score(0.5) for i in range(20)}
@@ -648,6 +660,14 @@ def test_a_batch_called_no_batch_has_a_colour_of_its_own() -> None:
     assert spec["transform"][0]["from"]["data"]["values"] == [
         {"code": code, "name": name} for code, name in zip((0, 1, -1), names)
     ]
+
+
+def test_a_legend_has_no_label_only_if_a_cell_lacks_one() -> None:
+    for labels, names in ((["a", "b"], ["a", "b"]), (["a", ""], ["a", "no label"])):
+        cells = umap_of(labels, ["", ""])
+        spec = make_umap_chart("UMAP", cells, list_categories(cells, "label"), "label").spec
+        encoding = spec["encoding"]["color"]
+        assert encoding["legend"].get("values", encoding["scale"]["domain"]) == names
 
 
 def test_the_csv_of_a_umap_has_labels_instead_of_codes(tmp_path: Path) -> None:
@@ -1033,11 +1053,11 @@ def test_runs_that_are_level_share_the_first_sentence(tmp_path: Path) -> None:
         write(folder / "train/cost.json", cost)
     text = text_of(rendered(*folders))
     assert (
-        "first and second are tied for the highest mean on pbmc over the task that all have (probe); first: behind the "
-        "best baseline, all genes + LR: 0.800 against 0.840 (probe accuracy)."
+        "first and second cannot be told apart on pbmc over the task that all have (probe); first has the highest "
+        "mean: behind the best baseline, all genes + LR: 0.800 against 0.840 (probe accuracy)."
     ) in text
     assert (
-        "Next for first, second: set train.steps: auto, which is 1,600 steps and not 200; with 32 cells a step"
+        "Next for first, second: set train.steps: auto, which is 1,600 steps and not 200, and train anew"
         in text
     )
     assert (

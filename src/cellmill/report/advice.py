@@ -140,8 +140,8 @@ def _advise_on_steps(run: ReportedRun) -> str | None:
         return None
     replaced = "" if run.options.train.epochs is None else " in place of train.epochs"
     return (
-        f"set train.steps: auto{replaced}, which is {enough:,} steps and not {plan.steps:,}; with 32 cells a step, "
-        f"from 400 to 1,600 steps, accuracy {_describe_gain('steps')}"
+        f"set train.steps: auto{replaced}, which is {enough:,} steps and not {plan.steps:,}, and train anew "
+        f"(--restart); with 32 cells a step, from 400 to 1,600 steps, accuracy {_describe_gain('steps')}"
     )
 
 

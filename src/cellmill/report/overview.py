@@ -25,8 +25,8 @@ RELATIONS: dict[Outcome, str] = {
 """Words between a run and a baseline, by outcome, in the order of sentences and of the table of standings."""
 WITH_INTERVAL = "with a 95 % interval above 0"
 WITHOUT_INTERVAL = (
-    "without an interval, because repetitions cannot be paired or do not vary, or the error over units "
-    "is unknown"
+    "without an interval, because repetitions cannot be paired, are fewer than two or do not vary, or the error over "
+    "units is unknown"
 )
 
 
@@ -80,7 +80,7 @@ def _describe_claim(standing: Standing, is_tied: bool) -> str:
     noun = "task" if len(tasks) == 1 else "tasks"
     shared = f"over the {noun} that all have ({', '.join(map(to_words, tasks))})"
     if is_tied:
-        return f"are tied for the highest mean on {standing.dataset_name} {shared}; {standing.run.name}"
+        return f"cannot be told apart on {standing.dataset_name} {shared}; {standing.run.name} has the highest mean"
     if standing.is_called_best:
         return f"is best on {standing.dataset_name} {shared}"
     if not standing.ranking.has_paired_runs:

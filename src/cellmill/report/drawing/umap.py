@@ -82,6 +82,7 @@ def make_umap_chart(
     absent = f"no {column}"
     while absent in categories:  # a batch may have this name; equal names would share a colour
         absent = f"({absent})"
+    has_absent = any(row[column] == -1 for row in rows)
     legend_names = [*categories, absent]
     legend_colours = [*map(colour, range(len(categories))), LIGHT_GREY]
     spec = read_template("umap")
@@ -93,6 +94,8 @@ def make_umap_chart(
     size = TOTAL_CELL_AREA / max(len(rows), 1)
     spec["mark"]["size"] = float(np.clip(size, MIN_CELL_AREA, MAX_CELL_AREA))
     spec["encoding"]["color"]["scale"] = {"domain": legend_names, "range": legend_colours}
+    if not has_absent:
+        spec["encoding"]["color"]["legend"]["values"] = categories
     spec["encoding"]["tooltip"][0]["title"] = column
     return Chart(title, rows, spec, is_umap=True, texts_by_code={column: [*categories, ""]})
 
