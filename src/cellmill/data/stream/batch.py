@@ -104,7 +104,7 @@ class Batch:
         return replace(self, **added) if added else self
 
     def slice_cells(self, start: int, stop: int) -> Self:
-        """Return the batch of cells `start:stop`, whose arrays share memory with this one's."""
+        """Return the batch of cells `start:stop`, whose arrays but `cu_seqlens` share memory with this one's."""
         offsets = self.cu_seqlens[start : stop + 1]
         slices = {
             "token": slice(int(offsets[0]), int(offsets[-1])),

@@ -1,8 +1,9 @@
 """Batches of cells, made by a run's tokenizer from genes that `truncation` and `zero_frac` choose.
 
-By default the tokens of a cell are its first genes in rank order, and the tokens of a sequence its
-first residues. With `truncation: random` genes are drawn, with `variable` they are those that vary
-most over the corpus, and `zero_frac` adds undetected genes. Values are computed from the whole cell,
+By default the tokens of a cell are its first genes in rank order (a cell of fewer genes may have them
+in another order), and the tokens of a sequence its first residues. With `truncation: random` genes are
+drawn, with `variable` they are those that vary most over the corpus, and `zero_frac` adds undetected
+genes. Values are computed from the whole cell,
 except positions (value kind `place`), which number the chosen tokens. Draws are keyed by seed,
 epoch, gene and the cell's counts, so they are the same in every layout and file.
 A cell that `weight_by` reads several times in an epoch has the same draws each time.

@@ -60,7 +60,7 @@ class SplitSource:
     split: Literal["train", "val", "test"]
     # at most this many cells, the first in disk order; `stream.train_frac` may leave fewer. None for all
     max_cells: int | None = None
-    copies: LocalCopies | None = None  # read instead of the shards once they are complete
+    copies: LocalCopies | None = None  # each is read instead of its shard once it is complete
 
 
 def _assert_options_fit(
@@ -375,7 +375,7 @@ class CellStream:
         return {path: sha256 for number, (path, sha256) in shards if number in needed}
 
     def close(self) -> None:
-        """End all threads; may be called at any time, and again."""
+        """End all threads; may be called at any time, and again. A loop in progress ends without an error."""
         self._closed = True
         self._stop_tokenizing()
         self._step_reader.close()

@@ -64,9 +64,9 @@ class OrderOptions:
     stream: Stream  # the section of the configuration
     global_batch: int  # cells per optimizer step over all ranks, a multiple of `stream.lanes`
     seed: int
-    # True: epochs without end. Cells are those that `train_frac` keeps, read by their weights and
-    # shuffled by `seed`. False (validation): one epoch. Each cell of the split is read once, and `seed`
-    # has no effect
+    # True: epochs without end, shuffled by `seed`; `CellStream` reads the cells that `train_frac` keeps,
+    # by their weights. False (validation): one epoch. Each cell of the `OrderRule` is read once, and
+    # `seed` has no effect
     is_training: bool = True
 
 
@@ -190,7 +190,7 @@ class EpochOrder:
         return len(self.window_offsets[lane]) - 1
 
     def find_window(self, lane: int, position: int) -> int:
-        """Find the number of the window that has the cell at `position` in a lane."""
+        """Find the number of the window that has the cell at `position` in a lane; `n_windows` at its end."""
         return int(np.searchsorted(self.window_offsets[lane], position, side="right")) - 1
 
     def window_spans(self, lane: int, window_number: int) -> CellSpans:

@@ -163,8 +163,8 @@ class WindowReader:
     def read_windows(self, epoch: int, lane_starts: np.ndarray) -> Iterator[WindowSet]:
         """Start to read each window set in turn, and yield it. Endless in training.
 
-        Lane l begins at the window that has its cell at position `lane_starts[l]`. `lane_starts`,
-        `(lanes,)`, has all lanes, also those of other ranks.
+        Lane l begins at the window that has its cell at position `lane_starts[l]`, or with the next epoch
+        if it has no such cell. `lane_starts`, `(lanes,)`, has all lanes, also those of other ranks.
         """
         if not any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             return  # no epoch has cells in these lanes: the loop would neither yield nor end
