@@ -198,7 +198,7 @@ def test_a_loaded_state_ends_a_loop_and_starts_the_next(folder: Path) -> None:
         (
             {"stream": {"lanes": 16, "train_frac": 0.01}, "world_size": 16},
             "results/corpora/pbmc/shards/manifest.json: train: 4 of 429 cells (stream.train_frac 0.01) for 16 "
-            "ranks; raise stream.train_frac, or use fewer ranks",
+            "data ranks; raise stream.train_frac, or use fewer processes",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
@@ -241,7 +241,9 @@ def test_a_missing_value_has_code_0(tmp_path: Path) -> None:
 
 def test_a_split_of_few_cells_is_named_with_its_cells(tmp_path: Path) -> None:
     write_corpus(tmp_path / "results/corpora/pbmc", 5)
-    refusal = r"json: train: 5 of 5 cells \(stream.train_frac 1\) for 8 ranks; use fewer ranks$"
+    refusal = (
+        r"json: train: 5 of 5 cells \(stream.train_frac 1\) for 8 data ranks; use fewer processes$"
+    )
     with pytest.raises(DataError, match=refusal):
         opened(tmp_path, world_size=8)
 

@@ -168,12 +168,12 @@ class CellStream:
         self.steps_per_epoch = self._order_rule.steps_per_epoch
         if is_training and self.n_cells < n_ranks:
             n_all = manifest.entry(split).n_obs
-            remedy = "use fewer ranks"
-            if self.n_cells < n_all:
-                remedy = "raise stream.train_frac, or use fewer ranks"
+            remedy = "use fewer processes"
+            if stream_options.train_frac < 1:
+                remedy = "raise stream.train_frac, or use fewer processes"
             raise DataError(
                 f"{manifest_path}: {split}: {self.n_cells} of {n_all:,} cells (stream.train_frac "
-                f"{stream_options.train_frac:g}) for {n_ranks} ranks; {remedy}"
+                f"{stream_options.train_frac:g}) for {n_ranks} data ranks; {remedy}"
             )
         self.levels = manifest.levels(fields.level_columns)
         weight_columns = stream_options.weights_column() if is_training else {}
