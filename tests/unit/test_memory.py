@@ -100,6 +100,18 @@ def test_ddp_holds_buckets_next_to_accumulated_gradients() -> None:
     assert once.activations == _memory(1).activations
 
 
+@pytest.mark.parametrize("copies", [0, 3])
+def test_a_step_of_the_optimizer_may_be_the_peak(copies: int) -> None:
+    model = replace(_model(1), optimizer_copies=copies)
+    no_workspace = Workspace(((1, 0.0), (2, 0.0)), Rates())
+    model = replace(model, size=replace(SIZE, finish_workspace=no_workspace))
+    memory = estimate_model_memory(model, _load(SHORT), 1)
+    in_blocks = 4 * SIZE.n_blocks * SIZE.block.trained
+    if copies:  # next to all weights, states and gradients
+        assert memory.total == 4 * (4 * SIZE.parameters + SIZE.buffers) + copies * in_blocks
+    assert memory.optimizer_step == copies * in_blocks
+
+
 def test_full_shard_divides_weights_by_the_processes() -> None:
     for world in (2, 4, 8):
         memory = _memory(world, sharding_strategy="FULL_SHARD")

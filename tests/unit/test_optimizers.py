@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cellmill.config import plugin
 from cellmill.config.checks import check_together
 from cellmill.config.parts.methods import AdamWConfig, OptimizerConfig
 from cellmill.config.run import Train, learning_rate
 from cellmill.errors import ConfigError
+from cellmill.planner.measure.meter import OperationMeter
 from cellmill.train import optimizer as optimizers
 from cellmill.train.muon import Muon, choose_owners, orthogonalise
 from cellmill.train.optimizer import OffloadedAdamW, build_optimizer, get_state
@@ -117,6 +120,31 @@ def test_muon_leaves_a_matrix_without_a_gradient_as_it_is() -> None:
     Muon([group], Train(steps=1, lr=0.1)).step()
     assert not torch.equal(trained, torch.eye(3))
     assert torch.equal(without_gradient, torch.eye(3))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_of_muon_allocates_as_much_as_planned(sharded: bool) -> None:
+    n = 50
+    matrices = [nn.Parameter(torch.ones(32, 32)) for _ in range(n)]
+    for matrix in matrices:
+        matrix.grad = torch.ones(32, 32)
+    optimizer = Muon([{"params": matrices, "weight_decay": 0.0, "matrices": True}], TRAIN)
+    optimizer.step()
+    if sharded:  # over a group of one rank
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+        [shared] = optimizer._shared
+        shared.group = dist.group.WORLD
+        shared.blocks = [[(0, 32, 0, 32)]] * n
+        shared.owned = [[*range(n)]]
+    try:
+        meter = OperationMeter()
+        with meter, meter.window() as window:
+            optimizer.step()
+    finally:
+        if sharded:
+            dist.destroy_process_group()
+    copies = window.peak_bytes() / (n * 32 * 32 * 4)
+    assert copies == pytest.approx(TRAIN.optimizer.count_step_copies(sharded), rel=0.1)
 
 
 def test_owners_have_about_the_same_work() -> None:

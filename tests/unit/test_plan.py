@@ -242,6 +242,10 @@ TP = {"nproc": 4, "parallel": {"strategy": "ddp", "tp": 2}}
             "upper bound finetune.method partial freezes weights, so time, FLOPs and activations are lower than "
             "these estimates",
         ),
+        (
+            {"device": "h100", "train": {"optimizer": "muon"}},
+            "not counted work of muon on matrices of the blocks, and their exchange",
+        ),
         ({"objective": PARTS}, f"warning     set objective.parts.masked_value{LEAK}"),
     ],
     ids=str,
@@ -442,8 +446,8 @@ SHARD = RECOMPUTE + FULL_SHARD
             "run cannot continue with it: start a new run)",
         ),
         (1, 1, 0.9, "adamw", RECOMPUTE + "set parallel.cpu_offload to optimizer"),
-        # muon cannot be offloaded; one process has nothing to shard, two have
-        (1, 1, 0.9, "muon", RECOMPUTE + "set nodes to 2 in the profile and " + FULL_SHARD),
+        # muon cannot be offloaded; one process has nothing to shard, four have enough
+        (1, 1, 0.9, "muon", RECOMPUTE + "set nodes to 4 in the profile and " + FULL_SHARD),
         (
             1,
             4,

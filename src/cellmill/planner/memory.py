@@ -4,7 +4,7 @@ Stored weights, the gradients of a whole step and the optimizer's state are floa
 precision. In 16 bits, FSDP2 computes with activations, gathered weights and gradients of 2 bytes per
 element. Without FSDP2, autocast keeps some activations and all gradients in float32.
 
-The peak is at one of three moments of a step:
+The peak is at one of four moments of a step:
 
 - The backward pass begins: all activations are allocated, and the gradients of one block.
 - The backward pass has reached the first block: gradients of all blocks are allocated. A pipeline
@@ -12,6 +12,7 @@ The peak is at one of three moments of a step:
   more activations. A second copy of the gradients, of several micro-batches or of
   DistributedDataParallel's buckets, is counted only at the beginning: with one, the peak is there.
 - FSDP2 reduces the last gradients.
+- The optimizer has copies of all matrices of the blocks, as muon; adamw has none.
 
 The framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that
 `plan.memory_frac` leaves free.
@@ -39,6 +40,7 @@ PRINTED_NAMES = {
     "average": "average of the weights",
     "gathered": "gathered or cast weights",
     "communication": "reduction buffers",
+    "optimizer_step": "optimizer step",
     "pipeline": "pipeline buffers",
 }
 
@@ -54,6 +56,7 @@ class Memory:
     average: int = 0  # average of the trained weights, with train.ema_decay
     gathered: int = 0  # full weights, gathered for a forward or backward pass, or cast by autocast
     communication: int = 0  # gradients in a reduce-scatter
+    optimizer_step: int = 0  # copies of matrices that the optimizer's step allocates
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
     # kept for the backward pass, and the workspace of one block's backward pass
     activations: int = 0
@@ -99,11 +102,12 @@ def estimate_rank_memory(
         peaks.append(moments.at_first_block())
     if model.uses_fsdp:
         peaks.append(moments.at_last_reduction())
+    peaks.append(moments.at_optimizer_step())
     return max(peaks, key=lambda peak: peak.total)
 
 
 class _RankMemory:
-    """Memory of a process of pipeline rank `pp_rank` at three moments of a step."""
+    """Memory of a process of pipeline rank `pp_rank` at four moments of a step."""
 
     def __init__(
         self, model: PlannedModel, pp_rank: int, micro_batch: Load, micro_batches: int
@@ -242,6 +246,19 @@ class _RankMemory:
             gradients=self._shard_gradient_bytes + element_bytes * totals.outside_trained,
             gathered=element_bytes * totals.outside_parameters,
             communication=FLOAT32_BYTES * totals.outside_trained,
+        )
+
+    def at_optimizer_step(self) -> Memory:
+        """Estimate the memory in a step of the optimizer, when all gradients are reduced.
+
+        All trained weights of the blocks count as matrices: others have few elements.
+        """
+        totals = self.totals
+        in_blocks = self.model.divide_by_shards(totals.trained - totals.outside_trained)
+        return replace(
+            self.persistent,
+            gradients=self._shard_gradient_bytes,
+            optimizer_step=self.model.optimizer_copies * FLOAT32_BYTES * in_blocks,
         )
 
     @property

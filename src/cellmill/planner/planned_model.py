@@ -1,6 +1,6 @@
 """A model in a parallel layout: its pipeline stages, and what each pipeline rank holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from cellmill.config.options import TrainOptions
@@ -45,6 +45,8 @@ class PlannedModel:
     nproc_per_node: int  # processes per node
     keeps_average: bool = False  # average of the trained weights, by train.ema_decay
     optimizer_states: int = 2  # tensors of the optimizer's state per trained parameter
+    # copies of a rank's shard of the blocks' matrices that a step of the optimizer allocates
+    optimizer_copies: int = 0
     pins_memory: bool = True  # False on CPUs, whose processes pin no host memory
 
     @classmethod
@@ -55,15 +57,18 @@ class PlannedModel:
         if is_on_cpus:  # there is no other memory to offload to
             parallel = parallel.model_copy(update={"cpu_offload": None})
         spec = ModelSpec.of(options, corpus.n_genes, corpus.levels)
-        return cls(
+        optimizer = options.train.optimizer
+        model = cls(
             size=measure_size(spec, parallel.tp, parallel.sequence_parallel, options.finetune),
             parallel=parallel,
             layout=hardware.divide(parallel),
             nproc_per_node=hardware.nproc_per_node,
             keeps_average=options.train.ema_decay is not None,
-            optimizer_states=options.train.optimizer.states_per_parameter,
+            optimizer_states=optimizer.states_per_parameter,
             pins_memory=not is_on_cpus,
         )
+        copies = optimizer.count_step_copies(sharded=parallel.tp * model.ranks_per_copy > 1)
+        return replace(model, optimizer_copies=copies)
 
     @property
     def element_bytes(self) -> int:

@@ -7,7 +7,8 @@ with a different such process, so on average a process sends 1 / k of its bytes 
 the groups on an axis, the one with the fewest processes on a node counts. A message between
 pipeline stages goes from one process to another.
 
-Not counted: reductions of a few numbers (targets, norms, signals), and of the tables of a coupled loss.
+Not counted: reductions of a few numbers (targets, norms, signals), and of the tables of a coupled
+loss; matrices that the optimizer exchanges, as muon.
 
 Sources: ZeRO, Rajbhandari et al. 2020, section 7; sequence parallelism, Korthikanti et al. 2022,
 section 4.

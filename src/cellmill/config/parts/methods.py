@@ -140,6 +140,12 @@ class OptimizerConfig(Plugin):
             len({*names} - {"step"}) for names in (self.state_names, self.matrix_state_names or ())
         )
 
+    def count_step_copies(self, sharded: bool) -> int:
+        """Number of float32 copies of a rank's shard of all matrices of the blocks that a step
+        allocates, as the plan counts them. `sharded` is True if several ranks share a matrix.
+        """
+        return 0
+
     @model_serializer(mode="wrap")
     def _as_name(self, handler: Any) -> Any:
         """The name alone if there are no other options."""
@@ -165,6 +171,10 @@ class MuonConfig(OptimizerConfig):
     matrix_state_names = ("momentum",)
     fused = True
     name: Literal["muon"] = "muon"
+
+    def count_step_copies(self, sharded: bool) -> int:
+        # momenta, Nesterov's and updates; and the buffers of both exchanges and whole matrices
+        return 7 if sharded else 3
 
 
 Optimizer = Annotated[

@@ -257,6 +257,9 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         )
     if cost.options.parallel.cpu_offload is not None:
         yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
+    optimizer = cost.options.train.optimizer
+    if optimizer.matrix_state_names is not None:
+        yield "not counted", f"work of {optimizer.name} on matrices of the blocks, and their exchange"
 
 
 def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
