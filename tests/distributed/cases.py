@@ -42,7 +42,7 @@ from cellmill.train.worker import build_model, build_trainer
 from tests.distributed import buffered
 
 DEVICE = torch.device("cpu")
-NO_FLOPS = Flops(1, 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_FLOPS = Flops(1, 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """For FLOPs in the log, at which no case looks; measuring a model took most of a short training's
 time.
 """

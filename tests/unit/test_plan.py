@@ -633,6 +633,10 @@ def test_a_budget_that_ends_the_search_is_a_lower_bound(
     planned = _plan(corpus, tmp_path, device="h100", plan={"memory_gb": 1e6})
     assert planned["max_fitting_token_budget"] == 1 << 24
     assert "; at least 16,777,216 would fit (train.token_budget)\n" in capsys.readouterr().out
+    # a given budget may be larger than all that are tried
+    train = {"token_budget": 20_000_000}
+    _plan(corpus, tmp_path, device="h100", plan={"memory_gb": 1e6}, train=train)
+    assert "; at least 20,000,000 would fit (train.token_budget)\n" in capsys.readouterr().out
 
 
 def test_the_memory_of_the_user_is_not_an_assumption(

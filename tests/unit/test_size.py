@@ -314,8 +314,10 @@ def test_a_coupled_loss_is_another_pass_where_it_is_computed(
     assert (flops.forward_passes, flops.validation_passes) == passes
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
+@pytest.mark.parametrize(("layers", "vector_dim"), [(1, None), (2, None), (1, 48)])
+def test_flops_of_profile_models_are_independent_of_tokens(
+    layers: int, vector_dim: int | None
+) -> None:
     hidden = 32
     genes = 300
     size = measure_size(
@@ -326,6 +328,7 @@ def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
             layers=layers,
             objective="cell_decoding",
             view="drop",
+            gene_vector_dim=vector_dim,
         )
     )
     # forward and backward are 6 FLOPs per weight and cell: up and down of each block, the decoder
@@ -335,7 +338,8 @@ def test_flops_of_profile_models_are_independent_of_tokens(layers: int) -> None:
     assert size.flops.block_per_pair == 0
     assert size.flops.count(Load(1, 0, 0)) == pytest.approx(0, abs=1)
     assert size.n_blocks * size.flops.block_per_cell == pytest.approx(blocks)
-    assert size.flops.count(Load(1000, 1e6, 1)) == pytest.approx(blocks + decoder)
+    projection = 6 * hidden * (vector_dim or 0)
+    assert size.flops.count(Load(1000, 1e6, 1)) == pytest.approx(blocks + decoder + projection)
 
 
 @pytest.mark.parametrize("family", ["encoder", "autoencoder"])

@@ -16,7 +16,11 @@ from cellmill.config.options import PlanOptions
 from cellmill.config.parallel import divide_processes, min_microbatches, pipeline_tokens
 from cellmill.config.parts.tokens import ContinuousTokens
 from cellmill.data.stream.micro_batches import MicroBatchRule
-from cellmill.planner.corpus_cost import VAR_BYTES_PER_SHARD, estimate_stage_costs
+from cellmill.planner.corpus_cost import (
+    N_INDEX_FILES,
+    VAR_BYTES_PER_SHARD,
+    estimate_stage_costs,
+)
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.size import Flops
@@ -94,7 +98,7 @@ def test_a_forward_pass_of_a_coupled_loss_has_its_heads() -> None:
     network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
     load = Load(1.0, 16.0, 1.0)
     for validation_passes in (1, 2):  # of a validation without the coupled loss, or with it
-        flops = Flops(model.size.n_blocks, 2, validation_passes, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0)
+        flops = Flops(model.size.n_blocks, 2, validation_passes, 4.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0)
         coupled = replace(model, size=replace(model.size, flops=flops))
         time = estimate_step_time(coupled, [], network, 1.0, load, micro_batches=1)
         assert time.compute_s == 4 + 3
@@ -183,6 +187,9 @@ def test_covariates_of_later_steps_are_in_the_largest_batch() -> None:
     counted = count_micro_batches(corpus, 10, 1, MicroBatchRule(100), token_multiple=1)
     # ten cells of 10 tokens fit, and two of 50
     assert counted.max_tokens == 100 + 2 * 10
+    # sequence parallelism pads each micro-batch
+    padded = count_micro_batches(corpus, 10, 1, MicroBatchRule(100), token_multiple=16)
+    assert padded.max_tokens == 128
 
 
 def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
@@ -196,9 +203,21 @@ def test_planned_files_equal_those_that_shard_writes(tmp_path: Path) -> None:
     n_bytes += 3 * VAR_BYTES_PER_SHARD * (1 - 4_000 / 20_000)  # planned for 20,000 genes
     assert planned.disk_gb * 1e9 == pytest.approx(n_bytes, rel=0.2)
     # obs grows with the cells, not with the shards
-    one = estimate_stage_costs([3000], counts.nnz / 3000, Shard(cells_per_shard=3000))[-1]
+    whole = options.model_copy(update={"cells_per_shard": 3000})
+    one = estimate_stage_costs([3000], counts.nnz / 3000, whole)[-1]
     saved = 2 * VAR_BYTES_PER_SHARD
     assert (planned.disk_gb - one.disk_gb) * 1e9 == pytest.approx(saved)
+
+
+def test_each_split_has_shards_of_its_own() -> None:
+    shard = Shard(cells_per_shard=5000, val_frac=0.1, test_frac=0.1)
+    # 9,600, 1,200 and 1,200 cells
+    assert estimate_stage_costs([12_000], 1000, shard)[-1].files == 2 + 1 + 1 + N_INDEX_FILES
+    jobs = shard.model_copy(update={"cells_per_shard": 16_384, "jobs": 4})
+    part = estimate_stage_costs([12_000], 1000, jobs)[-2]
+    assert part.files == 3
+    # the job of the training cells is the longest
+    assert part.hours == pytest.approx(0.8 * part.cpu_hours)
 
 
 def test_a_job_that_does_all_starts_as_large_as_divide() -> None:

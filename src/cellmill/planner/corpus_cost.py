@@ -86,13 +86,16 @@ def _estimate_shard_costs(
     One job does all as stage `shard`. With several jobs, `divide` and `shard_part` come before it.
     """
     n_cells = sum(cells_per_dataset)
-    n_shards = max(1, ceil(n_cells / shard.cells_per_shard))
+    n_by_split = _count_cells_by_split(n_cells, shard)
+    # a shard has cells of one split
+    n_shards = max(1, sum(ceil(n / shard.cells_per_shard) for n in n_by_split))
+    max_shard_cells = min(shard.cells_per_shard, max(n_by_split))
     disk_bytes_per_cell = genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order]
     disk_bytes_per_cell += OBS_BYTES_PER_CELL + INDEX_BYTES_PER_CELL
     disk_bytes = n_cells * disk_bytes_per_cell + n_shards * VAR_BYTES_PER_SHARD
     obs_mb = OBS_RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
     divide_rss_mb = RSS_MB["divide"] + obs_mb
-    shard_data_mb = RSS_BYTES_PER_VALUE * min(shard.cells_per_shard, n_cells) * genes_per_cell / 1e6
+    shard_data_mb = RSS_BYTES_PER_VALUE * max_shard_cells * genes_per_cell / 1e6
     shard_data_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
     divide_hours = cpu_hours["divide"]
     write_hours = cpu_hours["shard_part"]
@@ -108,7 +111,7 @@ def _estimate_shard_costs(
                 disk_gb=disk_bytes / 1e9,
             )
         ]
-    writing_jobs = min(shard.jobs, n_shards)  # further jobs have no shard to write
+    max_job_cells = min(n_cells, ceil(n_shards / shard.jobs) * max_shard_cells)
     return [
         StageCost(
             stage="divide",
@@ -119,7 +122,7 @@ def _estimate_shard_costs(
         StageCost(
             stage="shard_part",
             jobs=shard.jobs,
-            hours=write_hours * ceil(n_shards / writing_jobs) / n_shards,
+            hours=write_hours * max_job_cells / max(1, n_cells),
             cpu_hours=write_hours,
             rss_mb=RSS_MB["shard_part"] + shard_data_mb,
             files=n_shards,
@@ -133,3 +136,9 @@ def _estimate_shard_costs(
             files=N_INDEX_FILES,
         ),
     ]
+
+
+def _count_cells_by_split(n_cells: int, shard: Shard) -> list[int]:
+    """Count the cells of train, val and test, as if the fractions applied to all cells."""
+    n_held_out = [round(n_cells * frac) for frac in (shard.val_frac, shard.test_frac)]
+    return [n_cells - sum(n_held_out), *n_held_out]

@@ -90,7 +90,7 @@ class StepCounts:
     val_cells: int  # cells per validation
     mean_micro_batches_per_step: float  # in the sampled full steps; the same on every rank
     max_micro_batches_per_step: int  # in the sampled first steps
-    max_micro_batch_tokens: int  # of the largest, with covariates, and in a pipeline with padding
+    max_micro_batch_tokens: int  # of the largest, with covariates and padding
     max_micro_batch_cells: int  # in the sampled first steps
     padding_frac: float  # padding tokens of a pipeline per token of the step's cells
 
@@ -151,7 +151,8 @@ def count_micro_batches(
     """Count the micro-batches of the first steps, of `step_cells` cells on `dp` data-parallel ranks.
 
     A pipeline cuts the cells of a rank evenly, and pads all micro-batches of the rank's step to the
-    longest (`pipeline_tokens`, a multiple of `token_multiple`).
+    longest (`pipeline_tokens`). Both these and the micro-batches of no pipeline are padded to a multiple of
+    `token_multiple`.
     """
     steps = _deal_first_steps(corpus.gene_tokens, step_cells, dp)
     counts, max_cells_by_step = zip(
@@ -163,6 +164,7 @@ def count_micro_batches(
     rank_cells = len(steps[0][0])  # of the first rank: no rank has more in any step
     max_tokens = min(rule.token_budget, rank_cells * int(corpus.gene_tokens.max()))
     max_tokens += corpus.count_max_covariate_tokens(rule.token_budget, rank_cells)
+    max_tokens = -(-max_tokens // token_multiple) * token_multiple
     return MicroBatches(counts, max_tokens, max(max_cells_by_step), padding_frac=0.0)
 
 

@@ -70,6 +70,7 @@ class Flops:
     forward_passes: int
     validation_passes: int  # the same in a validation, which may leave a coupled loss out
     begin_per_token: float
+    begin_per_cell: float
     block_per_token: float  # one block without its attention
     finish_per_token: float
     block_per_cell: float
@@ -82,7 +83,7 @@ class Flops:
         return self.count_begin(load) + blocks + self.count_finish(load)
 
     def count_begin(self, load: Load) -> float:
-        return self.begin_per_token * load.tokens
+        return self.begin_per_token * load.tokens + self.begin_per_cell * load.cells
 
     def count_block(self, load: Load) -> float:
         per_token = self.block_per_token * load.tokens
@@ -161,12 +162,12 @@ def _prepare(
     """
     # lifetimes must not depend on when Python collects reference cycles, which DTensor creates
     was_enabled = gc.isenabled()
-    gc.disable()
+    assert tp == 1 or not dist.is_initialized(), (
+        "sizes under tensor parallelism are measured in a process without a group"
+    )
     if tp > 1:
-        assert not dist.is_initialized(), (
-            "sizes under tensor parallelism are measured in a process without a group"
-        )
         dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    gc.disable()
     try:
         method = load_method(finetune or MethodConfig.model_validate({}))
         yield replace(spec, tokens=spec.tokens.fitted(ANY_QUANTILES)), method
@@ -251,6 +252,7 @@ def _count_flops(
     long_flops = long.block.window.flops
     short_flops = short.block.window.flops
     block_per_token, block_per_cell = separate(long.load, long_flops, short.load, short_flops)
+    begin = separate(long.load, long.begin.window.flops, short.load, short.begin.window.flops)
     finish = separate(long.load, long.finish.window.flops, short.load, short.finish.window.flops)
     # FLOPs per token that grow with the length of cells belong to attention
     per_pair = 0.0
@@ -268,7 +270,8 @@ def _count_flops(
         n_blocks=n_blocks,
         forward_passes=forward_passes,
         validation_passes=validation_passes,
-        begin_per_token=forwards_per_step * long.begin.window.flops / long.load.tokens,
+        begin_per_token=forwards_per_step * begin.per_token,
+        begin_per_cell=forwards_per_step * begin.per_cell,
         block_per_token=forwards_per_step * block_per_token,
         block_per_cell=forwards_per_step * block_per_cell,
         block_per_pair=forwards_per_step * per_pair,

@@ -109,7 +109,7 @@ class RunPlan:
             "scaled_lr": _scale_lr(train),
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
-            # largest train.token_budget that fits, of those up to MAX_TRIED_BUDGET
+            # largest train.token_budget that fits: train.token_budget itself, or up to MAX_TRIED_BUDGET
             "max_fitting_token_budget": self.max_fitting_token_budget,
             "genes_per_cell": self.genes_per_cell,
             "cut_cells_frac": self.cut_cells_frac,
@@ -210,7 +210,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     largest_text = "at most" if parallel.pp == 1 else "about"
     largest_text += f" {plan.cost.counts.max_micro_batch_tokens:,} tokens"
     budget_text = f"{plan.max_fitting_token_budget:,}"
-    if plan.max_fitting_token_budget == MAX_TRIED_BUDGET:
+    if plan.max_fitting_token_budget >= MAX_TRIED_BUDGET:
         budget_text = f"at least {budget_text}"
     if plan.corpus.n_covariates:  # the budget counts gene tokens only
         largest_text += " with those of covariates"
@@ -259,7 +259,10 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
     optimizer = cost.options.train.optimizer
     if optimizer.matrix_state_names is not None:
-        yield "not counted", f"work of {optimizer.name} on matrices of the blocks, and their exchange"
+        yield (
+            "not counted",
+            f"work of {optimizer.name} on matrices of the blocks, and their exchange",
+        )
 
 
 def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
