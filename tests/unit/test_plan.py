@@ -433,9 +433,9 @@ SHARD = RECOMPUTE + FULL_SHARD
             4,
             0.55,
             "adamw",
-            SHARD + " and set parallel.tp to 2 and parallel.sequence_parallel to true",
+            SHARD + " and lower train.token_budget to 256",
         ),
-        (4, 1, 0.55, "adamw", SHARD + " and set parallel.pp to 2"),
+        (4, 1, 0.55, "adamw", SHARD + " and lower train.token_budget to 256"),
         (
             4,
             1,

@@ -100,6 +100,10 @@ def test_instructions_give_a_run_that_the_checks_accept(
             *(1, 8, {"parallel": {"strategy": "ddp"}}),
             [RECOMPUTE, SHARD, "set nodes to 2 in the profile", LANES],
         ),
+        (
+            *(1, 8, {"parallel": {"strategy": "ddp"}}),
+            [RECOMPUTE, SHARD, "set parallel.gradient_reduction to micro_batch"],
+        ),
     ],
     ids=str,
 )
@@ -150,6 +154,22 @@ def test_layouts_that_another_option_excludes_are_no_remedies() -> None:
     options = PlanOptions.model_validate(_sections(train={"replay_every_steps": 4}))
     found = list_changes(options, CORPUS, _hardware(1, 4))
     assert {change.options.parallel.tp * change.options.parallel.pp for change in found} == {1}
+
+
+def test_full_sharding_is_tried_with_smaller_budgets() -> None:
+    given = _sections(parallel={"strategy": "ddp"}, train={"global_batch": 1024})
+    options = PlanOptions.model_validate(given)
+    instructions = [RECOMPUTE, SHARD, "lower train.token_budget to 256"]
+    found = [*list_changes(options, CORPUS, _hardware(1, 8))]
+    [needed] = [
+        estimate_memory(change.options, CORPUS, change.hardware).total
+        for change in found
+        if change.instructions == instructions
+    ]
+    before = found[: [change.instructions for change in found].index(instructions)]
+    for change in before:
+        assert estimate_memory(change.options, CORPUS, change.hardware).total > needed
+    assert find_remedy(options, CORPUS, _hardware(1, 8, needed)) == " and ".join(instructions)
 
 
 def test_groups_of_all_processes_get_a_larger_layout() -> None:

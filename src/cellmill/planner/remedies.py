@@ -155,7 +155,7 @@ def _list_candidates(
     2. Full recomputation.
     3. Smaller token budgets.
     4. A reduction of gradients in each micro-batch, and then smaller token budgets with it.
-    5. Full sharding.
+    5. Full sharding, and then items 3 and 4 with it.
     6. More tensor-parallel ranks, more pipeline ranks, or offload.
     7. More nodes.
 
@@ -166,16 +166,23 @@ def _list_candidates(
     if options.parallel.activation_checkpointing != "full":
         change = change.with_parallel(activation_checkpointing="full")
         yield change
-    yield from _list_smaller_budgets(change, corpus)
-    if options.parallel.shards_gradients and not options.parallel.reduces_each_micro_batch:
-        reduced = change.with_parallel(gradient_reduction="micro_batch")
-        yield reduced
-        yield from _list_smaller_budgets(reduced, corpus)
+    yield from _list_budgets_and_reductions(change, corpus)
     sharded = _add_full_sharding(change)
     if sharded is not change:
         yield sharded
+        yield from _list_budgets_and_reductions(sharded, corpus)
     yield from _list_layouts_and_offload(sharded)
     yield from map(_add_full_sharding, _list_more_nodes(sharded))
+
+
+def _list_budgets_and_reductions(change: Change, corpus: CorpusSize) -> Iterator[Change]:
+    """Yield smaller token budgets, a reduction in each micro-batch, and smaller budgets with it."""
+    yield from _list_smaller_budgets(change, corpus)
+    parallel = change.options.parallel
+    if parallel.shards_gradients and not parallel.reduces_each_micro_batch:
+        reduced = change.with_parallel(gradient_reduction="micro_batch")
+        yield reduced
+        yield from _list_smaller_budgets(reduced, corpus)
 
 
 def _add_full_sharding(change: Change) -> Change:
