@@ -13,6 +13,7 @@ from cellmill.errors import ConfigError
 from cellmill.planner.devices import (
     DEVICES,
     find_device,
+    find_other_memory_gb,
     find_peak_flops_per_s,
     list_sized_devices,
     recognise_device,
@@ -178,6 +179,14 @@ def test_devices_are_recognised_by_product_name() -> None:
         "NVIDIA H200 NVL": "h200-nvl",
         "A100-PCIE-40GB": "a100-40gb",
     }
+    others = {
+        ("NVIDIA A100-SXM-64GB", "a100"): 64,
+        ("NVIDIA H100 64GB HBM2", "h100"): 64,
+        ("NVIDIA H100 80GB HBM3", "h100"): None,
+        ("NVIDIA B200 192GB", "b200"): None,
+        ("A100-SXM4-40GB MIG 3g.20gb", "a100"): None,
+    }
+    assert {given: find_other_memory_gb(*given) for given in others} == others
     assert list_sized_devices("h100") == []
     assert {name: recognise_device(name) for name in names} == names
     assert [DEVICES[name].memory_gb for name in ("a100-40gb", "a100", "v100-16gb")] == [40, 80, 16]

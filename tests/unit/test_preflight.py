@@ -568,6 +568,11 @@ def test_what_differs_on_a_node_changes_one_line(changes: dict[str, Any], line: 
         ({"gpus": ["NVIDIA H100 PCIe"] * 4}, {"device": "h100"},
          "?   GPUs: 4 x NVIDIA H100 PCIe on n1, but the plan assumes h100 with 80 GB; "
          "set-resources: plan: device: h100-pcie"),
+        ({"gpus": ["NVIDIA H100 64GB HBM2"] * 4}, {"device": "h100"},
+         "?   GPUs: 4 x NVIDIA H100 64GB HBM2 on n1, but the plan assumes 80 GB unless plan.memory_gb is set; "
+         "plan.memory_gb: 64 in the configuration"),
+        ({"gpus": ["NVIDIA GH200 480GB"] * 4}, {"device": "h200"},
+         "?   GPUs: 4 x NVIDIA GH200 480GB on n1, but the plan assumes h200; set-resources: plan: device"),
         ({"gpus": SMALL}, {"device": "a100-40gb"}, "ok  GPUs: 4 x NVIDIA A100-PCIE-40GB on n1"),
         ({"gpus": [], "cuda": None, "torch": "2.13.0+cpu"}, {},
          "no  GPUs: torch 2.13.0+cpu on n1 is built without CUDA; "

@@ -174,6 +174,8 @@ def site(
          "a100-80gb"),
         (site("gpu:a100:2", "ib_40g,gpu_40gb"), CONFIG, {}, ONE_A100, "a100-40gb"),
         (site("gpu:a100:2", "ib_40g"), CONFIG, {}, ONE_A100, "a100?"),
+        (site("gpu:h100_64gb:2"), CONFIG, {}, ONE_A100 | {"gpu_model": "h100_64gb"},
+         "h100?"),
         (site("gpu:2", "ib,h200"), CONFIG, {"gpus_per_node": "2"}, {"gpu": 1, "tasks_per_gpu": 0}, "h200"),
         (site("gpu:rtx_a1000"), CONFIG, {"gpus_per_node": "rtx_a1000:1"},
          {"gpu": 1, "gpu_model": "rtx_a1000", "tasks_per_gpu": 0}, "a100?"),
@@ -182,7 +184,10 @@ def site(
          {"gpu": 1, "gpu_model": "'max'", "tasks_per_gpu": 0}, "a100?"),
         (site("N/A", name="null", limit="1:00"), CONFIG, {"slurm_partition": "null", "save_within_s": 15}, {}, "cpu"),
     ],
-    ids=["gres only", "hyphen", "of 40 GB", "of unknown GB", "no type", "unknown type", "Python names", "no GPUs"],
+    ids=[
+        "gres only", "hyphen", "of 40 GB", "of unknown GB", "of 64 GB", "no type", "unknown type", "Python names",
+        "no GPUs",
+    ],
 )  # fmt: skip
 def test_unusual_sites_are_read(
     cluster: Cluster,
@@ -201,9 +206,12 @@ def test_unusual_sites_are_read(
     assert tree["set-resources"]["plan"] == {"device": device.rstrip("?")}
     line = next(line for line in text.splitlines() if line.strip().startswith("plan:"))
     assert ("assumed: " in line) == ("?" in device)
-    assert ("a100 is planned with 80 GB; set device to a100-40gb if it has less" in line) == (
-        "?" in device
-    )
+    assumptions = {
+        "a100?": "a100 is planned with 80 GB; set device to a100-40gb if it has less",
+        "h100?": "assumed: 80 GB; set plan.memory_gb to 64 in the configuration",
+    }
+    for assumed, words in assumptions.items():
+        assert (words in line) == (device == assumed)
 
 
 def test_no_attempt_exceeds_the_limits_of_its_partition(cluster: Cluster) -> None:

@@ -15,6 +15,10 @@ from cellmill.errors import ConfigError
 
 # a part of a GPU (MIG), such as 3g.20gb
 SLICE = re.compile(r"\d+g\.\d+gb")
+# GB of memory in the name of a product
+MEMORY = re.compile(r"(?<![\d.])(\d+)gb?(?![a-z0-9])")
+# a name that states a memory this fraction from the planned one belongs to another version of the device
+OTHER_MEMORY_FRAC = 0.1
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,19 @@ def recognise_device(product: str) -> str:
     form = re.search(r"(?<![a-z])(pcie|nvl)(?![a-z])", words)
     if form and f"{chip}-{form[1]}" in DEVICES:
         return f"{chip}-{form[1]}"
-    memory = re.search(r"(?<![\d.])(\d+)gb?(?![a-z0-9])", words)
+    memory = MEMORY.search(words)
     sized = f"{chip}-{memory[1]}gb" if memory else ""
     return sized if sized in DEVICES else chip
+
+
+def find_other_memory_gb(product: str, name: str) -> int | None:
+    """Find the memory that a product's name states, if device `name` is planned with another one."""
+    stated = MEMORY.search(product.lower())
+    planned = DEVICES[name].memory_gb
+    if stated is None or planned is None or SLICE.search(product.lower()):
+        return None
+    memory_gb = int(stated[1])
+    return memory_gb if abs(memory_gb / planned - 1) > OTHER_MEMORY_FRAC else None
 
 
 def list_sized_devices(name: str) -> list[str]:

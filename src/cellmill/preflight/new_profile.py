@@ -4,7 +4,13 @@ import re
 
 from cellmill.config.load import check_options
 from cellmill.config.machine import Machine
-from cellmill.planner.devices import describe_assumption, list_sized_devices, recognise_device
+from cellmill.planner.devices import (
+    DEVICES,
+    describe_assumption,
+    find_other_memory_gb,
+    list_sized_devices,
+    recognise_device,
+)
 from cellmill.preflight.partitions import (
     DAY_MIN,
     Offer,
@@ -281,6 +287,9 @@ def _choose_device(offer: Offer) -> Reasoned[str]:
             why = f"{source} and feature {feature} of the nodes (scontrol)"
             return Reasoned(device, why)
         assumed = describe_assumption(device)
+        memory_gb = find_other_memory_gb(name, device)
+        if memory_gb is not None:
+            assumed = f"{DEVICES[device].memory_gb:g} GB; set plan.memory_gb to {memory_gb} in the configuration"
         why = f"{source} of the nodes (scontrol)"
         return Reasoned(device, f"{why}; assumed: {assumed}" if assumed else why)
     kind = f"GPU type {offer.kind} (scontrol)" if offer.kind else "GPUs without a type (scontrol)"

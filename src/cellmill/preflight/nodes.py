@@ -14,7 +14,7 @@ from cellmill import __version__
 from cellmill.config.machine import Machine
 from cellmill.launch.queue import expand
 from cellmill.launch.submit import End
-from cellmill.planner.devices import DEVICES, recognise_device
+from cellmill.planner.devices import DEVICES, find_other_memory_gb, recognise_device
 from cellmill.preflight.check import TRAIN, Check, doubt, judge, no, ok
 
 CLOCK_S = 2.0  # skew that is reported: Snakemake compares times of files
@@ -181,13 +181,18 @@ def judge_gpus(machine: Machine, device: str, nodes: Reports) -> Check:
         return doubt("GPUs", f"{text}: the slowest sets the pace", remedy)
     recognised = recognise_device(products[0])
     kind = device.partition("-")[0]
-    if kind not in products[0].lower():
+    if recognised.partition("-")[0] != kind:
         remedy = "set-resources: plan: device"
         return doubt("GPUs", f"{text}, but the plan assumes {device}", remedy)
     # the product's name has a size of memory or a form, and the plan assumes another
     if recognised != kind and DEVICES[recognised] != DEVICES[device]:
         assumed = f"{device} with {DEVICES[device].memory_gb:g} GB"
         remedy = f"set-resources: plan: device: {recognised}"
+        return doubt("GPUs", f"{text}, but the plan assumes {assumed}", remedy)
+    memory_gb = find_other_memory_gb(products[0], device)
+    if memory_gb is not None:
+        assumed = f"{DEVICES[device].memory_gb:g} GB unless plan.memory_gb is set"
+        remedy = f"plan.memory_gb: {memory_gb} in the configuration"
         return doubt("GPUs", f"{text}, but the plan assumes {assumed}", remedy)
     return ok("GPUs", text)
 
