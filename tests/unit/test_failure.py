@@ -295,6 +295,8 @@ def test_out_of_memory_errors_are_recognised() -> None:
         RuntimeError("CUDA error: out of memory"),
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"),
         RuntimeError("HIP error: out of memory"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
     ):
         assert find_exhausted_memory(error) == "either", error
     for error in (

@@ -34,9 +34,9 @@ HOST_OUT_OF_MEMORY = re.compile(
 # NCCL and RCCL: a network card may not lock memory, of which there is enough
 UNLOCKED_MEMORY = re.compile(r"ibv_\w+ failed with error Cannot allocate memory")
 EITHER_OUT_OF_MEMORY = re.compile(
-    # the driver's error for host memory that cannot be pinned, and for a GPU that another program fills;
-    # torch's own allocations of device memory raise OutOfMemoryError
-    r"(CUDA|HIP) error: out of memory",
+    # the driver's error for host memory that cannot be pinned, and for a GPU that another program fills,
+    # also as Triton passes it on; torch's own allocations of device memory raise OutOfMemoryError
+    r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[\w+\]: .*out of memory",
     re.IGNORECASE,
 )
 DEVICE_OUT_OF_MEMORY = re.compile(
