@@ -17,7 +17,8 @@ One table gives the names, in the order of the matrix: a list such as `barcodes.
 such as `metadata.csv`, which may be sorted. Other tables are joined to it by name.
 """
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import permutations, takewhile
 from pathlib import Path
@@ -27,6 +28,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.inputs.text.tables import (
+    BARCODE,
     CELLS,
     GENES,
     WORDS,
@@ -37,6 +39,7 @@ from cellmill.data.inputs.text.tables import (
     label_columns,
     name_words,
     peek,
+    share,
 )
 from cellmill.errors import DataError
 
@@ -45,6 +48,7 @@ _LISTS = {  # words in the names of tables that have the order of their matrix
     GENES: {"gene", "genes", "feature", "features", "cols"},
     CELLS: {"barcode", "barcodes", "rows"},
 }
+_NUMBER = r"(?i)[-+]?\d*\.?\d*(e[-+]?\d+)?|na|nan|<na>|[-+]?inf"  # or no value
 _USUAL = {GENES: "features.tsv", CELLS: "barcodes.tsv"}
 
 
@@ -164,18 +168,17 @@ class _NamedRows:
 
     def _join(self, path: Path, frame: pd.DataFrame, names: pd.Index) -> bool:
         """Add a table of the same rows. False if it has another order or other names."""
-        rows = _find_rows(names, frame)
-        if rows is None:
-            # a list of symbols has no ids by which it could be joined, or a gene's id where it has no symbol
-            elsewhere = frame.isin(names) & (frame.to_numpy() != names.to_numpy()[:, None])
-            is_symbols = self._role == GENES and not elsewhere.to_numpy().any()
-            if is_symbols or not any(map(_may_be_names, map(frame.get, frame))):
+        found = _find_rows(names, frame)
+        if found is None:
+            if _has_order(names, frame, self._role):
                 self.others.append(frame)
                 return True
             first = self.table.path.name
             self.notes.append(f"{path.name} is left out: it does not have the names of {first}")
             return False
-        self.others.append(frame.iloc[rows])
+        rows, column = found
+        joined = frame.iloc[rows]
+        self.others.append(joined.drop(columns=[column]) if self._role == CELLS else joined)
         is_same = (rows == np.arange(len(rows))).all()
         if not is_same:
             self.notes.append(
@@ -184,22 +187,36 @@ class _NamedRows:
         return bool(is_same)
 
 
-def _find_rows(names: pd.Index, frame: pd.DataFrame) -> np.ndarray | None:
-    """Row of each name in a table, by the first column that has all of them; None without one."""
+def _find_rows(names: pd.Index, frame: pd.DataFrame) -> tuple[np.ndarray, Any] | None:
+    """Row of each name in a table, and the first column that has all of them; None without one."""
     for column in frame:
         values = pd.Index(frame[column], dtype=object)
         if values.equals(names):
-            return np.arange(len(names))
+            return np.arange(len(names)), column
         if values.is_unique:
             rows = values.get_indexer(names)
             if (rows >= 0).all():
-                return rows
+                return rows, column
     return None
 
 
-def _may_be_names(column: pd.Series) -> bool:
-    """True for unique texts, but not for fractions such as coordinates."""
-    return column.is_unique and not column.str.fullmatch(r"-?\d+\.\d*(e-?\d+)?").all()
+def _has_order(names: pd.Index, frame: pd.DataFrame, role: str) -> bool:
+    """True for a table without names of its rows, or with genes in the order of `names`."""
+    for column in frame:
+        values = frame[column]
+        if values.str.fullmatch(_NUMBER).all() and not (
+            values.is_unique and values.str.isdigit().all() and names.str.isdigit().all()
+        ):
+            continue
+        known = values.isin(names)
+        if role == GENES:
+            # a list of symbols has no ids by which it could be joined, or a gene's id where it has no symbol
+            own = values == names.to_numpy()
+            if not values[known & ~own].isin(values[own]).all():  # a symbol may be there twice
+                return False
+        elif values.is_unique or known.any() or share(values.tolist(), BARCODE) > 0.5:
+            return False
+    return True
 
 
 def files_beside(matrix: Path) -> list[Path]:
@@ -209,14 +226,23 @@ def files_beside(matrix: Path) -> list[Path]:
     """
     files = sorted(matrix.parent.iterdir())
     words = name_words(matrix)
-    others = [name_words(file) for file in files if is_matrix(file) and file != matrix]
+    others: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)  # by their first words
+    for file in files:
+        if is_matrix(file) and file != matrix:
+            other_words = name_words(file)
+            for n in range(len(other_words) + 1):
+                others[tuple(other_words[:n])].append(other_words)
     nearest = {}
     for file in files:
-        if file == matrix or not is_table(file) or not file.is_file():
+        if file == matrix or not is_table(file):
             continue
         own_words = name_words(file)
         likeness = _likeness(own_words, words)
-        if all(_likeness(own_words, other) <= likeness for other in others):
+        n_first = likeness[0]
+        rivals = others.get(tuple(own_words[: n_first + 1])) or others.get(
+            tuple(own_words[:n_first]), []
+        )
+        if all(_likeness(own_words, rival) <= likeness for rival in rivals) and file.is_file():
             nearest[file] = likeness
     return sorted(nearest, key=nearest.__getitem__, reverse=True)[:_MAX_TABLES]
 
@@ -252,6 +278,17 @@ def _plainness(table: TextTable, role: str, matrix: Path) -> tuple[bool, ...]:
     return is_list, is_list and len(own_words) == 1, not table.has_header, not table.separator
 
 
+def _has_names(table: TextTable, role: str, matrix: Path) -> bool:
+    """True for a list, and for a table that has distinct texts, ids or barcodes in its first rows."""
+    if _plainness(table, role, matrix)[0] or table.content():
+        return True
+    rows = table.first[1:] or table.first
+    return any(
+        len({*texts}) == len(texts) and not all(re.fullmatch(_NUMBER, text) for text in texts)
+        for texts in zip(*rows)
+    )
+
+
 def _choices(
     matrix: Path, tables: Sequence[TextTable], n_rows: int, n_columns: int
 ) -> Iterator[_Choice]:
@@ -271,7 +308,10 @@ def _choices(
             is_named = words[:1] == ["cells"] or "rows" in name_words(cells.path)
             usual = int(cells_in_rows == is_named)  # as many cells as genes
             plain = (_plainness(genes, GENES, matrix), _plainness(cells, CELLS, matrix))
-            score = (roles, *likeness.tolist(), contents, usual, plain)
+            lists = plain[0][0] + plain[1][0]
+            named = _has_names(genes, GENES, matrix) + _has_names(cells, CELLS, matrix)
+            first, *more = likeness.tolist()
+            score = (roles, named, first, lists, contents, *more, usual, plain)
             yield _Choice(score, {GENES: genes, CELLS: cells}, cells_in_rows)
 
 

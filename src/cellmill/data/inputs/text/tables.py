@@ -325,7 +325,7 @@ def gene_frame(
             key = name if name != "feature_types" or kinds & _TENX_TYPES else "feature_kind"
         elif number == 2 and kinds & _TENX_TYPES:
             key = "feature_types"
-        elif number and _share(texts, ENSEMBL) > 0.5:
+        elif number and share(texts, ENSEMBL) > 0.5:
             key = "gene_ids"
         elif number == 1:
             key = "symbol"
@@ -342,7 +342,7 @@ def gene_frame(
             columns.setdefault(
                 key if key not in columns else f"{key}_2", values.astype(str).tolist()
             )
-    with_ids = [key for key, texts in columns.items() if _share(texts, ENSEMBL) > 0.5]
+    with_ids = [key for key, texts in columns.items() if share(texts, ENSEMBL) > 0.5]
     names = columns.pop([*with_ids, *columns][0])
     return named_frame(names, columns), sentence
 
@@ -353,7 +353,7 @@ def cell_frame(table: pd.DataFrame) -> pd.DataFrame:
     It is indexed by the first column of barcodes, else of unique text.
     """
     names = list(table)
-    shares = {name: _share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) for name in names}
+    shares = {name: share(table[name].astype(str).tolist()[:_SAMPLE], BARCODE) for name in names}
     barcodes = [name for name in names if shares[name] > 0.5]
     unique = [name for name in names if table[name].is_unique]
     index = [*barcodes, *unique, names[0]][0]
@@ -369,7 +369,8 @@ def label_columns(table: pd.DataFrame) -> dict[str, pd.Categorical]:
     return {name: pd.Categorical(table[name].astype(str)) for name in kept}
 
 
-def _share(texts: Sequence[str], pattern: re.Pattern[str]) -> float:
+def share(texts: Sequence[str], pattern: re.Pattern[str]) -> float:
+    """Share of the first texts in which a pattern is found."""
     sample = texts[:_SAMPLE]
     return sum(bool(pattern.search(text)) for text in sample) / max(1, len(sample))
 

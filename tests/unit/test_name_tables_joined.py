@@ -1,0 +1,138 @@
+"""Which of several tables names the cells and genes of a matrix, and what the others add to them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cellmill.data.inputs.formats import open_counts
+from cellmill.data.inputs.text.companions import files_beside
+from tests.unit.test_matrix_market import CELLS, GENES, SYMBOLS, write_mtx, write_names
+from tests.unit.test_name_tables import KINDS, SORTED
+
+N = len(CELLS)
+SHORT = [f"s1_{cell[:5]}" for cell in CELLS]
+CODES = [f"{100 + number}" for number in range(N)]
+TOTALS = [f"{1000 + 37 * number}" for number in range(N)]
+PLACES = [f"{number}.5" for number in range(N)]
+MERGED = ["".join(["ACGTACGT", "AC"[n % 2] * 4, "ACGTA"[n // 2] * 4]) for n in range(N - 1)]
+MERGED = [*MERGED, MERGED[0]]  # a barcode that two samples have
+
+
+def write(
+    folder: Path, matrix: str, cells: list[str], name: str, header: str, *columns: list[str]
+) -> None:
+    write_mtx(folder / matrix)
+    write_names(folder / "features.tsv", GENES, SYMBOLS)
+    write_names(folder / "barcodes.tsv", cells)
+    write_names(folder / name, *columns, separator=",", header=header)
+
+
+def shuffled(texts: list[str]) -> list[str]:
+    return [texts[row] for row in SORTED]
+
+
+# matrix, names in barcodes.tsv, another table with its header and columns; then columns of obs that it
+# gives in the order of the matrix, and whether it is left out
+TABLES: dict[str, tuple[str, list[str], str, str, list[list[str]], dict[str, list[str]], bool]] = {
+    "repeated barcodes, sorted": (
+        "matrix.mtx", CELLS, "metadata.csv", "barcode,kind",
+        [shuffled(MERGED), shuffled(KINDS)], {}, True,
+    ),
+    "the same repeated barcodes, sorted": (
+        "matrix.mtx", MERGED, "metadata.csv", "barcode,kind",
+        [shuffled(MERGED), shuffled(KINDS)], {}, True,
+    ),
+    "the same repeated barcodes": (
+        "matrix.mtx", MERGED, "metadata.csv", "barcode,kind", [MERGED, KINDS], {"kind": KINDS}, False,
+    ),
+    "some names again": (
+        "matrix.mtx", SHORT, "metadata.csv", "sample,kind",
+        [[*SHORT[:4], *SHORT[:5]], KINDS], {}, True,
+    ),
+    "words of the matrix, numbers": (
+        "filtered_counts.mtx", CELLS, "cell_counts.csv", "total,cluster",
+        [TOTALS, KINDS], {"total": TOTALS, "cluster": KINDS}, False,
+    ),
+    "the matrix's last word, fractions": (
+        "raw_counts.mtx", CELLS, "tsne_counts_cells.csv", "x,y",
+        [PLACES, PLACES[::-1]], {"x": PLACES, "y": PLACES[::-1]}, False,
+    ),
+    "words of the matrix, short names in another order": (
+        "filtered_counts.mtx", SHORT, "cell_counts.csv", "cell,kind",
+        [shuffled(SHORT), shuffled(KINDS)], {"kind": KINDS}, False,
+    ),
+    "the matrix's first word, numbers": (
+        "GSM1_matrix.mtx", CELLS, "GSM1_cells.csv", "total,cluster",
+        [TOTALS, KINDS], {"total": TOTALS, "cluster": KINDS}, False,
+    ),
+    "codes": (
+        "matrix.mtx", CELLS, "cells.csv", "id,cluster",
+        [CODES, KINDS], {"id": CODES, "cluster": KINDS}, False,
+    ),
+    "exponents, and one without a value": (
+        "matrix.mtx", CELLS, "cells.csv", "x",
+        [[*(f"{number}e+05" for number in range(N - 1)), "NA"]], {"x": None}, False,
+    ),
+    "codes of cells with codes": (
+        "matrix.mtx", CODES, "cells.csv", "id,cluster", [TOTALS, KINDS], {}, True,
+    ),
+    "names in the same order": (
+        "matrix.mtx", CELLS, "metadata.csv", "cell,kind", [CELLS, KINDS], {"kind": KINDS}, False,
+    ),
+    "names in another order": (
+        "matrix.mtx", CELLS, "metadata.csv", "cell,kind",
+        [shuffled(CELLS), shuffled(KINDS)], {"kind": KINDS}, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_list_names_cells_and_tables_label_them(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matrix, cells, name, header, columns, given, is_left_out = TABLES[case]
+    write(tmp_path, matrix, cells, name, header, *columns)
+    with open_counts(tmp_path) as reader:
+        assert [name.partition(":row")[0] for name in reader.obs_names] == cells
+        assert sorted(reader.obs) == sorted(given)
+        for column, texts in given.items():
+            assert texts is None or reader.obs[column].tolist() == texts
+    said = f"{name} is left out: it does not have the names of barcodes.tsv"
+    assert (said in capsys.readouterr().err) == is_left_out
+
+
+def plain_symbols(folder: Path) -> None:
+    """The list has made a repeated symbol unique, and the table has it twice."""
+    symbols = [*SYMBOLS[:-1], SYMBOLS[0]]
+    write_names(folder / "x_genes.tsv", [*SYMBOLS[:-1], f"{SYMBOLS[0]}-1"])
+    write_names(folder / "gene_table.csv", GENES, symbols, separator=",", header="id,name")
+
+
+def lengths(folder: Path) -> None:
+    """Lengths of genes are no names, though one is the number of another gene."""
+    numbers = [f"{7 * number + 100}" for number in range(len(GENES))]
+    write_names(folder / "x_genes.tsv", numbers)
+    columns = (GENES, numbers[::-1][:-1] + numbers[-2:-1])
+    write_names(folder / "gene_table.csv", *columns, separator=",", header="id,length")
+
+
+@pytest.mark.parametrize("write_genes", [plain_symbols, lengths])
+def test_a_table_of_genes_with_repeats_is_in_order(
+    write_genes: Callable[[Path], None], tmp_path: Path
+) -> None:
+    write_mtx(tmp_path / "x.mtx")
+    write_names(tmp_path / "x_barcodes.tsv", CELLS)
+    write_genes(tmp_path)
+    with open_counts(tmp_path) as reader:
+        assert [*reader.var_names] == GENES
+
+
+def test_tables_of_many_samples_go_to_their_own(tmp_path: Path) -> None:
+    for number in range(12):
+        for name in ("matrix.mtx", "features.tsv", "barcodes.tsv"):
+            (tmp_path / f"GSM{number}_a{number % 3}_{name}").touch()
+    for number in range(12):
+        before = f"GSM{number}_a{number % 3}_"
+        beside = files_beside(tmp_path / f"{before}matrix.mtx")
+        assert {file.name for file in beside} == {f"{before}features.tsv", f"{before}barcodes.tsv"}
