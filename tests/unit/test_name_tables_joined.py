@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cellmill.data.inputs.fetch import state_of
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.inputs.text.companions import files_beside
 from tests.unit.test_matrix_market import CELLS, GENES, SYMBOLS, write_mtx, write_names
@@ -136,3 +137,14 @@ def test_tables_of_many_samples_go_to_their_own(tmp_path: Path) -> None:
         before = f"GSM{number}_a{number % 3}_"
         beside = files_beside(tmp_path / f"{before}matrix.mtx")
         assert {file.name for file in beside} == {f"{before}features.tsv", f"{before}barcodes.tsv"}
+
+
+def test_outputs_beside_a_matrix_are_no_part_of_it(tmp_path: Path) -> None:
+    write(tmp_path, "matrix.mtx", CELLS, "meta.csv", "cell,kind", CELLS, KINDS)
+    (tmp_path / "embed.log").touch()
+    before = state_of(tmp_path)
+    for name in (".emb.h5ad.partial.0.npy", "emb.h5ad", "embed.log"):
+        (tmp_path / name).write_text("embedded")
+    assert state_of(tmp_path) == before
+    write_names(tmp_path / "meta.csv", CELLS, KINDS[::-1], separator=",", header="cell,kind")
+    assert state_of(tmp_path) != before

@@ -113,7 +113,7 @@ def embed(
             "seconds": seconds,
             "peak_gb": peak_gb,
         }
-        if state_of(path) != facts["input"]["files"]:
+        if not {*facts["input"]["files"]} <= {*state_of(path)}:  # another job may add files
             raise DataError(f"{path}: it changed while it was read; run embed again")
         write_embedding(out, reader.stored_obs, embedding.vectors, about, path if append else None)
         n_obs = reader.n_obs

@@ -29,6 +29,7 @@ from cellmill.config.datasets import check_url, is_url, redacted
 from cellmill.data.inputs.containers import split_part
 from cellmill.data.inputs.h5 import one_line
 from cellmill.data.inputs.text.companions import is_matrix, named_tables
+from cellmill.data.inputs.text.tables import is_table
 from cellmill.errors import ConfigError, DataError, UserError, did_you_mean
 from cellmill.files import digest, progress, read_json, sha256_file, user_cache, write_json
 
@@ -114,9 +115,13 @@ def read_record(path: Path) -> Fetched:
 def state_of(path: Path) -> list[tuple[str, int, int, int]]:
     """Return name, inode, bytes and time (ns) of each file of a local input.
 
-    They differ once a file was replaced or written. Tables beside a Matrix Market file belong to it.
+    They differ once a file was replaced or written. Tables beside a Matrix Market file belong to it;
+    other files of its folder, such as a log or an output, do not.
     """
-    states = [(str(file), file.stat()) for file in _files_of(split_part(path)[0])]
+    files = _files_of(split_part(path)[0])
+    if any(map(is_matrix, files)):
+        files = [file for file in files if is_matrix(file) or is_table(file)]
+    states = [(str(file), file.stat()) for file in files]
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
