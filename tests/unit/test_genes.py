@@ -143,6 +143,18 @@ def test_mitochondrial_genes_are_recognised_among_ids() -> None:
     ]
 
 
+def test_mitochondrial_names_without_an_id_are_warned_of(
+    make_h5ad: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = make_h5ad(sp.csr_matrix(np.ones((2, 2))), genes=["TP53", "mt:ND1"])
+    options = {"organism": "human", "min_coverage_frac": 0.0, "max_mito_frac": 0.5}
+    _, report = preprocessed(path, tmp_path / "a.h5ad", **options)
+    assert report["coverage"]["notes"][-1] == (
+        "warning: none of 1 mitochondrial names is a gene with an Ensembl id, so no gene counts as mitochondrial and "
+        "max_mito_frac drops no cell; set max_mito_frac to 1"
+    )
+
+
 def test_a_limit_without_mitochondrial_genes_is_warned_of(
     make_h5ad: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -153,8 +165,8 @@ def test_a_limit_without_mitochondrial_genes_is_warned_of(
         told[names[1], limit] = report["coverage"]["notes"]
     assert told == {
         ("b", 0.5): [
-            "warning: no symbol begins with MT-, so no gene counts as mitochondrial and max_mito_frac drops no cell; "
-            "rename these genes, or set max_mito_frac to 1"
+            "warning: no symbol begins with MT-, mt: or MT., so no gene counts as mitochondrial and max_mito_frac "
+            "drops no cell; rename these genes, or set max_mito_frac to 1"
         ],
         ("b", 1.0): [],
         ("Mt-nd1", 0.5): [],

@@ -38,6 +38,7 @@ class Genes:
     unnamed: np.ndarray  # columns of these without an Ensembl id; int64
     summed: dict[str, list[str]]  # names of the var rows that share an id; their counts are summed
     names: np.ndarray  # name of each var row in the column that names it; object
+    n_mito_names: int  # mitochondrial names, with or without an id
     own_ids: list[str]  # ids of the genes in the organism of the dataset
 
 
@@ -70,6 +71,7 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         raise DataError(f"{reader.path}: {mapped.conflict}")
     unnamed = [row for row, gene in zip(rows, mapped.gene_ids) if not gene]
     own_ids = mapped.gene_ids
+    n_mito_names = int(mapped.is_mito.sum())
     reference = options.reference_organism
     if reference is not None:
         table = None if options.orthologs is None else Path(options.orthologs)
@@ -98,6 +100,7 @@ def name_genes(reader: CountsReader, options: Preprocess) -> Genes:
         gene_ids=gene_ids,
         symbols=[mapped.symbols[i] for i in first],
         is_mito=mapped.is_mito[first],
+        n_mito_names=n_mito_names,
         target=target,
         coverage=mapped.coverage,
         rows=rows,

@@ -242,9 +242,15 @@ def _report(
         dropped_genes["no ortholog"] = coverage.n_with_id - coverage.orthologs
     notes = [*describe_changes(coverage), *describe_sums(genes.summed)]
     if options.max_mito_frac < 1 and not genes.is_mito.any():
+        why = "no symbol begins with MT-, mt: or MT."
+        remedy = "rename these genes, or set"
+        if genes.n_mito_names:
+            why = f"none of {genes.n_mito_names:,} mitochondrial names is a gene with an Ensembl id"
+            why += "" if coverage.reference is None else " and an ortholog"
+            remedy = "set"
         notes.append(
-            "warning: no symbol begins with MT-, so no gene counts as mitochondrial and max_mito_frac drops no cell; "
-            "rename these genes, or set max_mito_frac to 1"
+            f"warning: {why}, so no gene counts as mitochondrial and max_mito_frac drops no cell; {remedy} "
+            "max_mito_frac to 1"
         )
     n_summed = int((genes.target >= 0).sum()) - len(genes.gene_ids)
     dropped_genes |= {"summed into another": n_summed, "min_cells": int((~keep_gene).sum())}
