@@ -343,12 +343,12 @@ def test_an_endless_walk_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     text = tmp_path / "text.h5ad"
     monkeypatch.setattr(h5_walk.sys, "executable", str(walker(tmp_path)))
     message = re.escape(
-        f"{slow}: damaged: HDF5 was not through its structure after 1 s of CPU time; copy it again"
+        f"{slow}: damaged: HDF5 came to no further objects within 1 s of CPU time; copy it again"
     )
     with pytest.raises(DataError, match=f"^{message}"):
         h5_walk.check_walk([whole, slow], limit_s=1)
     monkeypatch.setattr(h5_walk.check_walk, "__defaults__", (1,))
-    with pytest.raises(DataError, match="damaged: HDF5 was not through"):
+    with pytest.raises(DataError, match="damaged: HDF5 came to no further objects"):
         open_dataset(slow)
     dead = a_file(tmp_path / "dead.h5ad")
     with pytest.raises(
@@ -356,7 +356,10 @@ def test_an_endless_walk_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         h5_walk.check_walk([whole, dead])
     monkeypatch.chdir(tmp_path)
-    with limited(), pytest.raises(DataError, match=r"^slow\.h5ad: damaged: HDF5 was not through"):
+    with (
+        limited(),
+        pytest.raises(DataError, match=r"^slow\.h5ad: damaged: HDF5 came to no further objects"),
+    ):
         check_datasets(load_config(write_config(Path(), one={"path": "slow.h5ad"})))
     h5_walk.check_walk([whole])
     monkeypatch.setattr(h5_walk.sys, "executable", "/no such interpreter")

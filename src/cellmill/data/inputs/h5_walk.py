@@ -47,7 +47,7 @@ def check_walk(paths: Iterable[Path], limit_s: int = LIMIT_S) -> None:
     if done.returncode < 0 and len(done.stdout) < len(new):
         path = [*new.values()][len(done.stdout)]
         if done.returncode == -signal.SIGXCPU:
-            fault = f"HDF5 was not through its structure after {limit_s} s of CPU time"
+            fault = f"HDF5 came to no further objects within {limit_s} s of CPU time"
         else:
             fault = f"HDF5 crashes on it ({signal.Signals(-done.returncode).name})"
         raise DataError(
