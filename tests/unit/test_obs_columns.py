@@ -288,3 +288,50 @@ def test_names_of_options_are_looked_for_before_anything_runs(
     check("not-made-yet.h5ad", options, **columns)  # left to stage preprocess
     # a column that the table gives is known
     check(raw, "shard: {split_by: donor}", donor="lane", label="guide")
+
+
+KINDS = ["MYC", "NA", "", "TP53", "NA", "MYC", "nan", "TP53", "MYC", "TP53"]
+WITHOUT = [kind in ("NA", "", "nan") for kind in KINDS]
+NAMED: dict[str, tuple[dict[str, str], str, list[Any]]] = {
+    "filter of NA": ({"filter": 'kind != "NA"'}, "keep", [kind != "NA" for kind in KINDS]),
+    "filter of an empty text": ({"filter": 'kind == ""'}, "keep", [kind == "" for kind in KINDS]),
+    "filter of a list": (
+        {"filter": 'kind not in ["NA", "nan", ""]'}, "keep", [not missing for missing in WITHOUT],
+    ),
+    "control": (
+        {"perturbation": "kind", "control": "NA"}, "is_control", [kind == "NA" for kind in KINDS],
+    ),
+    "control, and cells without a perturbation": (
+        {"perturbation": "kind", "control": "NA"}, "perturbation",
+        [None if kind in ("", "nan") else kind for kind in KINDS],
+    ),
+    "missing values as control": (
+        {"perturbation": "kind", "control": "TP53"}, "perturbation",
+        [None if missing else kind for kind, missing in zip(KINDS, WITHOUT)],
+    ),
+    "map that drops": (
+        {"label": "kind", "label_map": "NA\t\nMYC\tmyc\n"}, "kind",
+        [None if missing else kind.replace("MYC", "myc") for kind, missing in zip(KINDS, WITHOUT)],
+    ),
+    "map that renames": (
+        {"label": "kind", "label_map": "NA\tguide\n"}, "kind",
+        ["guide" if kind == "NA" else kind or None for kind in KINDS],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_options_name_the_texts_of_missing_values(case: str, tmp_path: Path) -> None:
+    columns, name, wanted = NAMED[case]
+    table = tmp_path / "table.csv"
+    rows = [f"cell{number},{kind},3,1\n" for number, kind in enumerate(KINDS)]
+    table.write_text("".join(["cell,kind,TP53,MYC\n", *rows]))
+    if "label_map" in columns:
+        path = tmp_path / "map.tsv"
+        path.write_text("from\tto\n" + columns["label_map"])
+        columns = columns | {"label_map": str(path)}
+    choice = chosen(table, None, **columns)
+    got = choice.keep.tolist() if name == "keep" else choice.obs[name].astype(object).tolist()
+    assert [None if value != value else value for value in got] == [
+        None if value == "nan" else value for value in wanted
+    ]

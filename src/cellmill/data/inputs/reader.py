@@ -213,6 +213,11 @@ class CountsReader(AbstractContextManager["CountsReader"]):
         """Column `name` of `obs_columns`."""
         return self.read_obs([name])[name]
 
+    def written_column(self, name: str) -> pd.Series:
+        """Column `name` of obs, with the texts of the file that are read as missing values."""
+        written = self._source.written.get(name)
+        return self.obs[name] if written is None else pd.Series(written, self.obs.index, name=name)
+
     def obs_column(self, name: str, owner: str) -> pd.Series:
         """Column `name` of obs, which option `owner` names. Raises DataError when it is missing."""
         known = [*map(str, self.obs_columns)]

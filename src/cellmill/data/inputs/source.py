@@ -135,6 +135,8 @@ class CountSource:
     close_file: Callable[[], None] = lambda: None
     # sentences for the user on how the file was read
     notes: list[str] = field(default_factory=list)
+    # columns of obs with texts that are read as missing values, as they are written
+    written: dict[str, Any] = field(default_factory=dict)
 
     # what the values of every matrix look like, by the name of the matrix
     look: Callable[[], dict[str, str]] = dict
@@ -262,22 +264,30 @@ def optional_package(name: str, extra: str, needed_by: str = "this input") -> An
         ) from None
 
 
-def mark_missing(obs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+def mark_missing(obs: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, Any], list[str]]:
     """Return obs of a format without missing values, its texts such as NA marked as missing.
 
-    Also returns a sentence for the user, if there are any.
+    Also returns the columns that have some as they are written, and a sentence for the user.
     """
     marked = {}
-    for name, texts in text_columns(obs).items():
-        if not _NO_VALUE.isdisjoint(texts):
-            marked[name] = pd.Categorical([None if text in _NO_VALUE else text for text in texts])
+    written = {}
+    for name, column in obs.items():
+        if pd.api.types.is_numeric_dtype(column):
+            continue
+        texts = pd.Categorical(column)
+        missing = [text for text in texts.categories if text in _NO_VALUE]
+        if missing:
+            marked[str(name)] = texts.remove_categories(missing)
+            written[str(name)] = texts
     if not marked:
-        return obs, []
+        return obs, {}, []
     numbers = [f"{name} {(column.codes < 0).sum():,}" for name, column in marked.items()]
     listed = ", ".join(numbers[:_MAX_LISTED]) + (", ..." if len(numbers) > _MAX_LISTED else "")
-    return obs.assign(**marked), [
-        f"texts of obs that are read as missing values (NA, nan or empty): {listed}"
-    ]
+    return (
+        obs.assign(**marked),
+        written,
+        [f"texts of obs that are read as missing values (NA, nan or empty): {listed}"],
+    )
 
 
 def as_obs(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:

@@ -123,13 +123,14 @@ def _open_loom(path: Path, file: Any, counts: str) -> CountSource:
     require_matrix(path, counts, known)
     stored = file["matrix"] if counts == "X" else file["layers"][counts]
     matrix = DenseMatrix(path, counts, stored, cells_axis=1)
-    obs, notes = mark_missing(_loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS))
+    frame = _loom_frame(path, file, "col_attrs", matrix.shape[0], _LOOM_CELLS)
+    obs, written, notes = mark_missing(frame)
     var = _loom_frame(path, file, "row_attrs", matrix.shape[1], _LOOM_GENES)
     symbols = next((name for name in _LOOM_SYMBOLS if name in var), None)
     if symbols is not None:
         var = var.assign(symbol=var[symbols])
     others = [name for name in known if name != counts]
-    return CountSource(path, counts, matrix, obs, var, others, notes=notes)
+    return CountSource(path, counts, matrix, obs, var, others, notes=notes, written=written)
 
 
 def _loom_frame(

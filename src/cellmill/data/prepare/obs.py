@@ -256,9 +256,12 @@ def _map_labels(
         new[name] = reader.obs[sources[name]]
         label_map = columns.label_maps.get(name)
         if label_map is not None:
-            codes, values = pd.factorize(new[name])
+            written = reader.written_column(sources[name])
+            known = map(as_text, written.dropna().unique())
+            by_label = check_labels(Path(label_map), known, reader.path, sources[name])
+            # a map may name a text that is read as a missing value
+            codes, values = pd.factorize(written.where(new[name].notna() | written.isin(by_label)))
             texts = [as_text(value) for value in values]
-            by_label = check_labels(Path(label_map), texts, reader.path, sources[name])
             mapped[name] = MappedLabels(codes, texts, by_label)
             new[name] = pd.Series(mapped[name].column(), index=reader.obs_names)
     return mapped
@@ -288,8 +291,10 @@ def choose_controls(
     source = reader.obs[columns.roles[str(columns.controlled)]]
     missing = source.isna().to_numpy()
     texts = text_values(source, missing="nan")  # a table can name missing values as controls
+    written = text_values(reader.written_column(str(source.name)), missing="nan")
+    values = columns.controls_in({*written[keep]})
+    texts = np.where(np.isin(written.astype(str), values), written, texts)
     present = {*texts[keep]}
-    values = columns.controls_in(present)
     for control in values:
         fault = (
             f"{reader.path}: no {control!r} (the dataset's control) in obs column {source.name!r}"
@@ -298,7 +303,7 @@ def choose_controls(
     merged = merge_names(texts, values, TargetNames.read(reader, organism))
     names = np.array([merged.names[text] for text in texts], object)
     column = source
-    if (names != texts).any():
+    if (names != texts).any() or (missing & (texts != "nan")).any():
         names[missing & (names == "nan")] = None
         column = pd.Series(pd.Categorical(names), index=source.index)
     controls = None
@@ -316,9 +321,10 @@ def _filter_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
     if condition is None:
         return np.ones(reader.n_obs, bool)
     names = filter_columns(condition)
-    kinds = ", ".join(f"{name} is {reader.obs[name].dtype}" for name in names)
+    columns = {name: reader.written_column(name) for name in names}
+    kinds = ", ".join(f"{name} is {column.dtype}" for name, column in columns.items())
     try:
-        frame = pd.DataFrame({name: _comparable(reader.obs[name]) for name in names})
+        frame = pd.DataFrame({name: _comparable(column) for name, column in columns.items()})
         keep = frame.eval(condition.strip(), engine="python", local_dict={}, global_dict={})
     except Exception as error:  # pandas raises errors of many kinds for what it does not compare
         raise DataError(
@@ -329,7 +335,7 @@ def _filter_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
             f"{reader.path}: filter {condition!r} is not a condition: {kinds}; compare it with a value"
         )
     if not keep.any():
-        values = "; ".join(f"{name} is {_examples(reader.obs[name])}" for name in names)
+        values = "; ".join(f"{name} is {_examples(column)}" for name, column in columns.items())
         raise DataError(
             f"{reader.path}: filter {condition!r} keeps none of {reader.n_obs:,} cells: {values}"
         )

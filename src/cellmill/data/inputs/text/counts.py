@@ -63,12 +63,13 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
         var, _ = gene_frame(rows.set_axis(["", *described], axis=1))
         obs = named_frame(columns)
         missing: list[str] = []
+        written: dict[str, Any] = {}
         note = "genes are in rows, cells in columns"
     else:
         layout = layout.with_genes_in_columns()
         described = sure
         var = named_frame([layout.header[column] for column in layout.numbers])
-        obs, missing = mark_missing(cell_frame(rows[[name, *described]]))
+        obs, written, missing = mark_missing(cell_frame(rows[[name, *described]]))
         note = "cells are in rows, genes in columns"
     if described:
         note += f"; not counts but descriptions of rows: {', '.join(described[:_MAX_LISTED])}"
@@ -79,7 +80,7 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
                 f'; {n_outside:,} rows are what lies outside of cells: set filter to cell_ID != "0"'
             )
     matrix = _TextMatrix(layout, len(rows), genes_in_rows)
-    return CountSource(path, counts, matrix, obs, var, notes=[note, *missing])
+    return CountSource(path, counts, matrix, obs, var, notes=[note, *missing], written=written)
 
 
 def _read_rows(layout: TableLayout) -> pd.DataFrame:

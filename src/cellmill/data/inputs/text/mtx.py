@@ -93,7 +93,7 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
     if sentence is not None:
         notes.append(f"{names.gene_file.name}: {sentence}")
     notes += names.notes
-    obs, missing = mark_missing(names.obs)
+    obs, written, missing = mark_missing(names.obs)
     notes += missing
     source = CountSource(
         path,
@@ -103,6 +103,7 @@ def _open_mtx(path: Path, file: Any, counts: str) -> CountSource:
         var,
         others,
         notes=notes,
+        written=written,
     )
     if others:
         source.option = option
