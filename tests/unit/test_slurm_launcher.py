@@ -209,7 +209,15 @@ def test_a_job_runs_before_a_maintenance_if_it_may_train(
 
 @pytest.mark.parametrize(
     ("nodes", "fewest", "expected"),
-    [("n[1-4]", 1, 3), ("n[1-4]", 3, 2), ("n[3-4]", 1, 2), ("n5", 1, 0), ("", 1, 1)],
+    [
+        ("n[1-4]", 1, 3),
+        ("n[1-4]", 3, 2),
+        ("n[3-4]", 1, 2),
+        ("n5", 1, 0),
+        ("", 1, 1),
+        ("n[3-4],busy[1-2]", 1, 2),
+        ("n[3-4],n[6-8]", 2, 0),
+    ],
 )
 def test_a_maintenance_counts_if_it_takes_the_job_s_nodes(
     done: Scripted, nodes: str, fewest: int, expected: int
@@ -219,7 +227,10 @@ def test_a_maintenance_counts_if_it_takes_the_job_s_nodes(
         f"ReservationName=m StartTime={start} EndTime=9 Nodes={of} NodeCnt=1 Flags=MAINT,SPEC_NODES TRES=cpu=32\n"
         for start, of in zip(starts, ("n9", "n[3-4]", "n[1-4]"))
     )
-    states = "".join(f"{name}|idle|gpu\n" for name in queue_module.expand(nodes))
+    states = "".join(
+        f"{name.replace('busy', 'n')}|{'allocated' if 'busy' in name else 'idle'}|gpu\n"
+        for name in queue_module.expand(nodes)
+    )
     shutil.copy(done.fake / "bin" / "squeue", done.fake / "bin" / "sinfo")
     done.answers(scontrol=[[0, shown, ""]], sinfo=[[0, states, ""]])
     at = queue_module.Queue(1.0).maintenance_at("gpu", fewest)

@@ -178,26 +178,23 @@ class Queue:
             return str(error)
 
     def maintenance_at(self, partition: str, fewest: int) -> float:
-        """Begin of the next maintenance that leaves a partition less than `fewest` nodes.
+        """Begin of the next maintenance that leaves a partition less than `fewest` idle nodes.
 
-        In seconds since 1970. If none does, the last one that takes nodes of it, as others may be
-        in use; 0 if none is announced.
+        In seconds since 1970; 0 if none does. One that takes no node of the partition does not count.
         """
-        begins_at = 0
         with suppress(CommandError):
             command = self._command("scontrol", "-o", "show", "reservation")
             shown = ask(command, SLURM_TIME_FORMAT="%s")
             found = re.findall(r"StartTime=(\d+) .*Nodes=(\S+) .*Flags=\S*MAINT", shown)
-            free = {*self.node_states(partition)}
-            is_known = bool(free)
+            states = self.node_states(partition)
+            idle = {name for name, state in states.items() if state.startswith("idle")}
             for start, nodes in sorted((int(start), nodes) for start, nodes in found):
-                taken = free.intersection(expand(nodes))
-                if start > time.time() and (taken or not is_known):
-                    begins_at = start
-                    free -= taken
-                    if len(free) < fewest:
-                        break
-        return begins_at
+                taken = states.keys() & expand(nodes)
+                if start > time.time() and (taken or not states):
+                    idle -= taken
+                    if len(idle) < fewest:
+                        return start
+        return 0
 
     def node_states(self, partition: str) -> dict[str, str]:
         """States of a partition's nodes by name, as sinfo writes them; empty without an answer."""
