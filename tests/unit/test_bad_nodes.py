@@ -263,7 +263,7 @@ def test_preflight_excludes_the_node_that_fails_alone(
     line = f"srun: error: tasks {tasks} launch failed: Invalid job credential"
     code = "[*jobs] = Path('results/preflight/one/jobs').glob('*')\n"
     chain.hook("sbatch", f"{code}(jobs[0] / '7_0_log.out').write_text({line!r})")
-    running = [0, "7|RUNNING|None|node[1-2]|{name}\n", ""]
+    running = [0, "7|RUNNING|None|node[1-2]|10:00|{name}\n", ""]
     cancelled = listed("CANCELLED")
     answers = {"sbatch": [submitted()], "sinfo": [sinfo()], "scancel": [NONE]}
     chain.answers(squeue=[NONE, NONE, running, running, cancelled], **answers)

@@ -77,7 +77,7 @@ class Listing:
 
     def line(self, state: str) -> str:
         reason = "Priority" if state == "PENDING" else "None"
-        return f"{self.record.job_id}|{state}|{reason}|node1|{self.record.name}"
+        return f"{self.record.job_id}|{state}|{reason}|node1|10:00|{self.record.name}"
 
 
 def attach(results: Path, state: str) -> tuple[JobRecord, Listing, Command]:
@@ -240,7 +240,7 @@ def test_ctrl_c_ends_only_the_following(results: Path) -> None:
 def test_a_run_without_a_job_is_refused_in_one_line(results: Path, cli: Cli, stage: str) -> None:
     record = job(run_of(results, "one"), ended_at=time.time(), state="FAILED")
     (record.path / "error.txt").write_text("rank 1 on node2: no")
-    squeue(results, f"41|FAILED|None||{record.name}")
+    squeue(results, f"41|FAILED|None|||{record.name}")
     line = "one: no job is queued or running, and no training runs on this machine"
     # nothing left to cancel is success; nothing to attach to is an error
     how = "its state is failed, saved at step 0: rank 1 on node2: no"

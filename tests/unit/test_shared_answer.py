@@ -44,7 +44,7 @@ def test_the_calls_of_many_launchers_are_those_of_one(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch, n_launchers: int, state: str, most: int
 ) -> None:
     """Launchers that begin one after another in the first minute."""
-    lines = [f"{number}|{state}|None||run.{number}" for number in range(n_launchers)]
+    lines = [f"{number}|{state}|None|||run.{number}" for number in range(n_launchers)]
     scripted.answers(squeue=[[0, "\n".join(lines), ""]])
     clock = Clock(monkeypatch)
     followers = list[JobFollower]()

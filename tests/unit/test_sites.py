@@ -56,7 +56,7 @@ def test_the_cluster_of_the_profile_is_named_to_sbatch(
 def test_a_lost_submission_is_found_on_its_cluster(done: Scripted) -> None:
     done.machine = done.machine.model_copy(update={"slurm_cluster": "north,south"})
     lost = [1, "", "sbatch: error: Batch job submission failed: Socket timed out\n"]
-    found = [0, "CLUSTER: north\nCLUSTER: south\n7|RUNNING|None|node1|{name}\n", ""]
+    found = [0, "CLUSTER: north\nCLUSTER: south\n7|RUNNING|None|node1|10:00|{name}\n", ""]
     printed = done.run(found, listed("COMPLETED"), sbatch=[lost])
     assert "job 7 was submitted but not recorded: adopted by its name\n" in printed
     assert Jobs(done.train).newest().cluster == "south"

@@ -42,8 +42,8 @@ def submitted(job: int = 7) -> Answer:
     return [0, f"Submitted batch job {job}\n", ""]
 
 
-def listed(state: str, reason: str = "None", job: int = 7) -> Answer:
-    return [0, f"{job}|{state}|{reason}|node1|{{name}}\n", ""]
+def listed(state: str, reason: str = "None", job: int = 7, limit: str = "") -> Answer:
+    return [0, f"{job}|{state}|{reason}|node1|{limit}|{{name}}\n", ""]
 
 
 class Scripted:
@@ -57,7 +57,7 @@ class Scripted:
         self.capsys = capsys
         (self.fake / "bin").mkdir(parents=True)
         self.train.mkdir(parents=True)
-        for name in ("sbatch", "squeue", "sacct", "scancel", "scontrol", "srun"):
+        for name in ("sbatch", "squeue", "sacct", "scancel", "scontrol", "sinfo", "srun"):
             shutil.copy(Path(__file__).parent / "fake_slurm.py", self.fake / "bin" / name)
             (self.fake / "bin" / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{self.fake / 'bin'}:/usr/bin:/bin")
@@ -203,7 +203,7 @@ def test_a_job_runs_before_a_maintenance_if_it_may_train(
     expected = f"job 7: maintenance begins at {hour}{line}\n"
     assert (expected in printed) == (line is not None)
     [record] = Jobs(done.train).all()
-    assert record.lowered_to == (25 if line and "now 25" in line else None)
+    assert record.limit_s == (1500 if line and "now 25" in line else None)
     assert record.changes(done.machine) == []
 
 
@@ -231,7 +231,6 @@ def test_a_maintenance_counts_if_it_takes_the_job_s_nodes(
         f"{name.replace('busy', 'n')}|{'allocated' if 'busy' in name else 'idle'}|gpu\n"
         for name in queue_module.expand(nodes)
     )
-    shutil.copy(done.fake / "bin" / "squeue", done.fake / "bin" / "sinfo")
     done.answers(scontrol=[[0, shown, ""]], sinfo=[[0, states, ""]])
     at = queue_module.Queue(1.0).maintenance_at("gpu", fewest)
     assert at == (starts[expected - 1] if expected else 0)
@@ -275,9 +274,23 @@ def test_a_timeout_long_before_the_limit_is_the_site_s(scripted: Scripted) -> No
     scripted.states = [*["running"] * 4, "done"]
     attempt = '{"hosts": [], "started_at": 1000, "seen_at": 1300, "ended_at": 1300}'
     leaving(scripted, "attempt-000.json", attempt)
-    answers = [answer for _ in range(4) for answer in (listed("TIMEOUT"), NONE, NONE)]
+    timeout = listed("TIMEOUT", limit="1:00:00")
+    answers = [answer for _ in range(4) for answer in (timeout, NONE, NONE)]
     scripted.run(*answers, listed("COMPLETED"))
     assert len(scripted.calls("sbatch")) == 5
+
+
+@pytest.mark.parametrize("limit", ["5:00", "UNLIMITED", ""])
+def test_a_timeout_at_a_lower_limit_is_not_the_site_s(scripted: Scripted, limit: str) -> None:
+    attempt = '{"hosts": [], "started_at": 1000, "seen_at": 1300, "ended_at": 1300}'
+    leaving(scripted, "attempt-000.json", attempt)
+    timeout = listed("TIMEOUT", limit=limit)  # such as of time-min=5, with runtime 60
+    said = scripted.refused(*[timeout, NONE, NONE] * 5, timeout)
+    assert said.startswith("3 jobs in a row ended without a new checkpoint")
+    assert said.endswith(
+        "raise runtime or save_within_s in the profile, or save more often (train.checkpoint_every_min)"
+    )
+    assert len(scripted.calls("sbatch")) == 3
 
 
 def test_jobs_that_keep_vanishing_are_given_up(scripted: Scripted) -> None:
@@ -471,8 +484,8 @@ def test_the_allocation_of_a_killed_launcher_is_left_alone(
     scripted: Scripted, first: list[Answer]
 ) -> None:
     name = recorded(scripted).name  # as launcher allocation leaves it
-    salloc = [0, "7|RUNNING|None|node1|interactive\n", ""]
-    ended = [0, f"{salloc[1]}8|COMPLETED|None|node1|{{name}}\n", ""]
+    salloc = [0, "7|RUNNING|None|node1|10:00|interactive\n", ""]
+    ended = [0, f"{salloc[1]}8|COMPLETED|None|node1|10:00|{{name}}\n", ""]
     scripted.states = ["running", "done"] if first else ["done"]
     printed = scripted.run(
         salloc, salloc, salloc, ended, salloc, before=first, sbatch=[submitted(8)], scancel=[NONE]
@@ -543,7 +556,7 @@ def test_an_unmounted_file_system_is_not_a_deleted_folder(
             "squeue: slurm_load",
         ),
         ([0, "<html>504 Gateway Time-out</html>\n", ""], "squeue answered '<html>504"),
-        ([0, "7|FLYING|None|node1|{name}\n", ""], "squeue gives job 7 an unknown state: FLYING"),
+        ([0, "7|FLYING|None|node1||{name}\n", ""], "squeue gives job 7 an unknown state: FLYING"),
         ([{"sleep": 60}, "", ""], "squeue: no answer within 5 s"),
     ],
 )
@@ -783,9 +796,9 @@ def test_a_job_follows_one_whose_node_does_not_answer(
     scripted.hook(
         "squeue",
         "if 'scancel' in (folder / 'calls').read_text():\n"
-        "    out = '7|COMPLETING|None|node1|' + names_so_far[0] + '\\n'\n"
+        "    out = '7|COMPLETING|None|node1||' + names_so_far[0] + '\\n'\n"
         "if len(names_so_far) == 2:\n"
-        "    out += '8|COMPLETED|None|node2|' + names_so_far[1] + '\\n'",
+        "    out += '8|COMPLETED|None|node2||' + names_so_far[1] + '\\n'",
     )
     scripted.states = ["running", "done"]
     sbatch = [submitted(), submitted(8)]
@@ -846,13 +859,15 @@ def test_slurm_filters_in_the_environment_hide_no_job(
     assert queue.state(job).name == "RUNNING"
     queue.cancel(job)
     assert not re.search("SQUEUE_|SCANCEL_|SACCT_", seen.read_text())
-    assert scripted.calls("squeue") == [f"squeue -a -h -t all -u {os.getuid()} -o %i|%T|%r|%N|%j"]
+    assert scripted.calls("squeue") == [
+        f"squeue -a -h -t all -u {os.getuid()} -o %i|%T|%r|%N|%l|%j"
+    ]
 
 
 def test_arrays_in_the_queue_are_ignored() -> None:
     answer = (
-        "1_3|RUNNING|None|n|a\n4+0|RUNNING|None|n|b\n"
-        "5|FLYING|None|n|c\n6|RUNNING|None|n|odd | name\nof two lines\n"
+        "1_3|RUNNING|None|n|UNLIMITED|a\n4+0|RUNNING|None|n||b\n"
+        "5|FLYING|None|n||c\n6|RUNNING|None|n|1-00:00:00|odd | name\nof two lines\n"
     )
     answer = f"loading modules\n\nCLUSTER: blue\n{answer}"
     found = queue_module.parse(answer)
@@ -929,7 +944,7 @@ def test_jobs_at_their_limit_that_mostly_started_are_named_once(tmp_path: Path) 
     assert short.line(preempted, 0, was_to_save=True) == "", (
         "SLURM says TIMEOUT of a job that ended in its grace time"
     )
-    lowered = dataclasses.replace(ended(tmp_path / "lowered", 290), lowered_to=6)
+    lowered = dataclasses.replace(ended(tmp_path / "lowered", 290), limit_s=360.0)
     trained.append(trained[-1])
     assert short.line(lowered, 0, was_to_save=True) == "", "a maintenance was to begin"
     # a limit that cut off the start-up, which SLURM announced

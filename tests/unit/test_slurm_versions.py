@@ -159,7 +159,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def state_of(word: str) -> JobState:
     """State of the one job that squeue lists with `word`."""
-    [job] = parse(f"7|{word}|None|g1|cellmill-a-1\n")
+    [job] = parse(f"7|{word}|None|g1|10:00|cellmill-a-1\n")
     assert isinstance(job, QueuedJob)
     return job.state
 

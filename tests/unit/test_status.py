@@ -166,9 +166,9 @@ def test_the_table_shows_the_state_of_each_run(results: Path, hold: Hold, cli: C
     hold(between, "follows")  # a launcher that is about to submit the next job
     squeue(
         results,
-        f"41|PENDING|PartitionTimeLimit||{waiting.name}",
-        f"42|RUNNING|None|node[1-2]|{second.name}",
-        "43|RUNNING|None|node3|somebody's own",
+        f"41|PENDING|PartitionTimeLimit|||{waiting.name}",
+        f"42|RUNNING|None|node[1-2]|10:00|{second.name}",
+        "43|RUNNING|None|node3|10:00|somebody's own",
     )
     assert "\n" + cli("status")[1] == TABLE
     lost = claim(failed.path.parents[1], "77")  # of its first start
@@ -202,7 +202,7 @@ def test_without_an_answer_from_squeue_the_record_is_shown(results: Path, cli: C
 
 def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, cli: Cli) -> None:
     record = job(run_of(results, "one", state=RUNNING), state="RUNNING")
-    squeue(results, f"41|TIMEOUT|TimeLimit||{record.name}")
+    squeue(results, f"41|TIMEOUT|TimeLimit|||{record.name}")
     assert "one  stopped  100/600     -  41   TIMEOUT (TimeLimit)" in cli("status")[1]
     squeue(results)
     assert "one  stopped  100/600     -  41   NOT_LISTED" in cli("status")[1]
@@ -216,7 +216,7 @@ def test_the_state_of_a_job_that_ended_unfollowed_is_queried(results: Path, cli:
 def test_a_job_that_was_not_recorded_is_found_by_its_name(results: Path, cli: Cli) -> None:
     train = run_of(results, "one")
     (train / "jobs" / "001").mkdir(parents=True)
-    squeue(results, f"55|PENDING|Priority||{Jobs(train).name('001')}")
+    squeue(results, f"55|PENDING|Priority|||{Jobs(train).name('001')}")
     assert "one  queued     -     -  55   PENDING (Priority)" in cli("status")[1]
 
 
@@ -225,7 +225,7 @@ def test_an_allocation_that_outlives_its_training_is_not_running(
 ) -> None:
     train = run_of(results, "one", state=RUNNING)
     job(train, state="RUNNING")
-    squeue(results, "41|RUNNING|None|node1|interactive")
+    squeue(results, "41|RUNNING|None|node1|10:00|interactive")
     assert (
         "one  stopped  100/600     -  41   NOT_LISTED (the allocation goes on)" in cli("status")[1]
     )
@@ -245,7 +245,7 @@ def test_a_job_that_completes_for_long_is_cancelled_once(
         (completing.path / "job.json").unlink()
     hold(train, "follows")  # its launcher, which waits for the end of the job
     calls = results.parent / "calls"
-    listed = f"41|COMPLETING|None|node1|{completing.name}"
+    listed = f"41|COMPLETING|None|node1|10:00|{completing.name}"
     # without a bound of its own, cancel would go on for ever
     command(results, "scancel", f"echo scancel >> {calls}")
     command(

@@ -172,7 +172,8 @@ class JobFollower:
     def _note(self, state: JobState, ended: bool) -> None:
         self.state = state
         if self.record is not None:
-            self.record = self.record.write_state(state.name, state.reason, ended)
+            record = replace(self.record, limit_s=state.limit_s or self.record.limit_s)
+            self.record = record.write_state(state.name, state.reason, ended)
 
     def _poll(self, max_age_s: float) -> None:
         state = self.queue.state(self.job, max_age_s)
@@ -249,7 +250,7 @@ class JobFollower:
         fewest = int(record.nodes.partition("-")[0])
         begins_at = self.queue.maintenance_at(record.slurm_partition, fewest)
         runtime = int(begins_at - time.time()) // 60 - START_MIN
-        if not begins_at or runtime >= (record.lowered_to or record.runtime):
+        if not begins_at or 60 * runtime >= (record.limit_s or 60 * record.runtime):
             return
         line = f"maintenance begins at {time.strftime('%a %H:%M', time.localtime(begins_at))}"
         # enough to start, train and save
@@ -258,7 +259,7 @@ class JobFollower:
             complaint = self.queue.complaint("scontrol", "update", *change)
             line += f"; {complaint or f'its limit is now {runtime} min, so that it starts before'}"
             if not complaint:
-                self.record = replace(record, lowered_to=runtime)
+                self.record = replace(record, limit_s=60.0 * runtime)
         say(f"job {record.job_id}: {line}")
 
     def _release(self) -> None:

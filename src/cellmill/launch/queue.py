@@ -27,6 +27,7 @@ from cellmill.runs.slurm import (
     ask,
     call,
     on_cluster,
+    parse_duration,
 )
 
 REMEDIES = {
@@ -214,7 +215,7 @@ class Queue:
         if time.monotonic() - self._answer.queried_at >= max_age_s:
             # asked by uid, since the environment can change the name; -a: also hidden partitions
             who = ["-u", str(os.getuid())]
-            options = ["-a", "-h", "-t", "all", *who, "-o", "%i|%T|%r|%N|%j"]
+            options = ["-a", "-h", "-t", "all", *who, "-o", "%i|%T|%r|%N|%l|%j"]
             self._answer = shared_answer(self._command("squeue", *options), max_age_s)
         if self._answer.error:
             raise CommandError(self._answer.error)
@@ -251,10 +252,10 @@ def parse(answer: str, cluster: str = "") -> list[QueuedJob]:
     foreign = []
     passed_over = False
     for line in map(str.strip, answer.splitlines()):
-        match = re.fullmatch(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)", line)
+        match = re.fullmatch(r"(\d+)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|([^|]*)\|(.*)", line)
         if match:
-            number, word, reason, nodes, name = match.groups()
-            state = JobState(word, "" if reason == "None" else reason, nodes)
+            number, word, reason, nodes, limit, name = match.groups()
+            state = JobState(word, "" if reason == "None" else reason, nodes, parse_duration(limit))
             if word not in ALIVE | ENDED:
                 state = JobState(UNKNOWN, f"squeue gives job {number} an unknown state: {word}")
             jobs.append(QueuedJob(number, state, name, cluster=cluster))

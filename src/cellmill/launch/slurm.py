@@ -67,7 +67,7 @@ class ShortJobs:
         the job's end, which it does before a preemption too. Raise UserError if the job ended at
         its limit before its first step.
         """
-        limit_s = 60.0 * ended.runtime
+        limit_s = _limit_s(ended)
         elapsed_s = _last_elapsed_s(ended)
         is_at_limit = bool(elapsed_s) and not _ended_early(ended)
         after_s = self.training_s()
@@ -78,7 +78,7 @@ class ShortJobs:
             hit_limit = not _ended_early(ended)
         else:
             hit_limit = is_at_limit and was_to_save and ended.state != "PREEMPTED"
-        if made_nothing and hit_limit and ended.lowered_to is None:
+        if made_nothing and hit_limit and limit_s >= 60 * ended.runtime:
             took_s = elapsed_s or limit_s
             least_min = math.ceil((2 * took_s + ended.save_within_s) / 60)
             raise UserError(
@@ -114,8 +114,11 @@ def _ended_early(ended: JobRecord) -> bool:
 
     SLURM says TIMEOUT also of one that ended in the grace time of a preemption.
     """
-    limit_s = 60.0 * (ended.lowered_to or ended.runtime)
-    return 0 < _last_elapsed_s(ended) < limit_s - ended.save_within_s - EARLY_S
+    return 0 < _last_elapsed_s(ended) < _limit_s(ended) - ended.save_within_s - EARLY_S
+
+
+def _limit_s(ended: JobRecord) -> float:
+    return ended.limit_s or 60.0 * ended.runtime
 
 
 class SlurmLauncher:
@@ -208,7 +211,7 @@ class SlurmLauncher:
                     fruitless = 0
                     ended_by_site = 0
                 elif ended.state in ENDED_BY_SITE or (
-                    ended.state == "TIMEOUT" and _ended_early(ended)
+                    ended.state == "TIMEOUT" and ended.limit_s and _ended_early(ended)
                 ):
                     ended_by_site += 1
                 else:

@@ -111,7 +111,7 @@ class JobRecord(ClusterJob):
     reason: str = ""
     ended_at: float | None = None
     cluster: str = ""  # as sbatch named it; empty for the default
-    lowered_to: int | None = None  # its limit in minutes, if that ends before a maintenance
+    limit_s: float | None = None  # its time limit, as SLURM last gave it
 
     @classmethod
     def of(

@@ -45,6 +45,7 @@ class JobState:
     name: str
     reason: str = ""  # why the job is pending, or the state unknown
     nodes: str = ""
+    limit_s: float | None = None  # its time limit, if squeue gives one
 
     @property
     def alive(self) -> bool:
