@@ -260,6 +260,21 @@ def test_damaged_records_give_an_unknown_cost_or_a_warning(
     )
 
 
+def test_a_closed_output_hides_no_end_of_a_training(
+    tmp_path: Path, no_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = record(tmp_path, 1)
+
+    def closed(*given: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    write_cost(tmp_path)
+    assert (tmp_path / "cost.json").exists()
+    (job.path / "job.json").write_text("[1]")
+    write_cost(tmp_path)
+
+
 def test_training_time_follows_the_rates_of_the_curve(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"options": {"train": {"global_batch": 64}}}))
     assert training_seconds(tmp_path) is None

@@ -3,6 +3,10 @@
 import dataclasses
 import errno
 import json
+import os
+import re
+import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -170,14 +174,33 @@ def test_an_input_that_another_reader_has_open_is_read(tmp_path: Path) -> None:
         assert file["X"][0] == 1
 
 
+def test_the_last_line_of_a_terminated_launcher_is_logged(tmp_path: Path) -> None:
+    rules = (DRIVER.parents[1] / "workflow" / "rules" / "train.smk").read_text()
+    [pipe] = re.findall(
+        r"{params\.machine:q}.*?(2>&1 \|.*?{log:q}\)?)[\"']\n\n\nMODEL", rules, re.DOTALL
+    )
+    launcher = "trap 'sleep 0.3; echo last; exit' TERM; echo ready; while :; do sleep 0.1; done"
+    log = tmp_path / "train.log"
+    shell = (
+        f"bash -c {shlex.quote(launcher)} {pipe.split(chr(34))[-1].replace('{log:q}', str(log))}"
+    )
+    process = subprocess.Popen(
+        ["bash", "-c", shell], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate(timeout=30)[0].endswith("last\n")
+    assert log.read_text().endswith("last\n")
+
+
 SHOWN = (
     "JobId=7 JobName=drive UserId=me(1) Account=lab QOS=(null) JobState=RUNNING TimeLimit=2-00:00:00 Partition=long "
     "ReqNodeList=(null) ExcNodeList=n[1-2] NumNodes=1 NumCPUs=2 NumTasks=1 CPUs/Task=2 ReqB:S:C:T=0:0:*:* "
-    "MinMemoryNode=9G Features=big Reservation=ours Command=/drive.sbatch"
+    "MinMemoryCPU=9G Features=big Reservation=ours Command=/drive.sbatch"
 )
 NEXT = (
     "sbatch --dependency=afterany:7 --job-name=drive --account=lab --time=2-00:00:00 --partition=long "
-    "--exclude=n[1-2] --cpus-per-task=2 --mem=9G --constraint=big --reservation=ours {script} --profile my own"
+    "--exclude=n[1-2] --cpus-per-task=2 --mem-per-cpu=9G --constraint=big --reservation=ours {script} --profile my own"
 )
 DRIVEN = {
     # not reached at first
@@ -238,6 +261,12 @@ def test_a_driver_submits_itself_before_its_limit(tmp_path: Path) -> None:
             "TERM",
         ],
     )
+
+
+def test_a_driver_never_names_both_kinds_of_memory(tmp_path: Path) -> None:
+    shown = SHOWN.replace("MinMemoryCPU", "MinMemoryNode")  # by a plugin of the site
+    _, calls = drive(tmp_path, scontrol=f"echo '{shown}'")
+    assert not any("--mem" in call for call in calls), "the file has --mem-per-cpu"
 
 
 def test_a_driver_waits_while_squeue_does_not_answer(tmp_path: Path) -> None:

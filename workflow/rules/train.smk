@@ -137,7 +137,9 @@ rule train:
         # Snakemake sets these to the threads of the rule; the launcher divides the cores over the processes
         "unset OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS;"
         " cellmill train --options {params.options:q} --manifest {input.manifest:q} --vocabulary {input.vocabulary:q}"
-        ' --out "$(dirname {output:q})" {params.parent:q} {resources.restart:q} {params.machine:q} 2>&1 | tee -i {log:q}'
+        ' --out "$(dirname {output:q})" {params.parent:q} {resources.restart:q} {params.machine:q}'
+        # a launcher says in its last line how to go on, also if SIGTERM or SIGHUP goes to the process group
+        " 2>&1 | (trap '' TERM HUP; exec tee -i {log:q})"
 
 
 MODEL_FILES = ("model.safetensors", "config.json", "vocabulary.tsv", "README.md")

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -332,15 +332,15 @@ def write_cost(train: Path, show: bool = True) -> None:
     Never raises: a failure is a warning.
     """
     try:
-        if not train.is_dir():  # a deleted run is not made again
-            return
-        value = cost(train, training_seconds(train), time.time())
+        # a deleted run is not made again
+        value = cost(train, training_seconds(train), time.time()) if train.is_dir() else None
         if value is not None:
             write_json(train / "cost.json", value)
-            if show:
-                print(sentence(value), flush=True)
+        line = sentence(value) if show and value is not None else ""
     except Exception as error:  # a training of days must not end in a traceback about its cost
-        print(f"warning: cost.json is not written: {type(error).__name__}: {error}", flush=True)
+        line = f"warning: cost.json is not written: {type(error).__name__}: {error}"
+    with suppress(OSError):  # nobody may read it any more
+        print(line, end="\n" if line else "", flush=True)
 
 
 def cost(train: Path, training_s: float | None, now: float) -> dict[str, Any] | None:
