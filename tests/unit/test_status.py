@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -258,6 +259,19 @@ def test_a_job_that_completes_for_long_is_cancelled_once(
         0,
         "cancelling job 41\ncancelled job 41; saved at step 0; train resumes from there\n",
     )
+
+
+def test_a_launcher_that_ignores_sigint_is_ended(
+    results: Path, hold: Hold, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cellmill.commands.run.SAVE_S", 5)
+    command(results, "squeue", "exit 0")
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of `snakemake &` in a script
+    launcher = hold(run_of(results, "one"), "follows")
+    signal.signal(signal.SIGINT, handler)
+    code, printed, _ = cli("cancel", "one")
+    assert code == 0
+    assert f"ended process {launcher.pid}; saved at step 0" in printed
 
 
 def test_one_damaged_run_hides_no_other(results: Path, cli: Cli) -> None:

@@ -441,6 +441,26 @@ def test_a_process_that_lost_its_lease_ends(
             watch.check()
 
 
+def test_an_error_of_the_file_system_loses_no_lease(
+    tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*given: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with TrainFolder(tmp_path).locked():
+        with monkeypatch.context() as patch:
+            patch.setattr("cellmill.runs.lock._newest", stale)
+            watch = FolderWatch(tmp_path)
+            watch.check()
+        watch.check()
+        with monkeypatch.context() as patch:
+            patch.setattr("cellmill.runs.lock._newest", stale)
+            watch.check()
+        (tmp_path / "lease" / "claims" / "00000002.json").write_text("{}")
+        with pytest.raises(DataError, match=r"another process has taken this run over"):
+            watch.check()
+
+
 def test_a_stopped_process_keeps_its_lease(
     tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +473,9 @@ def test_a_stopped_process_keeps_its_lease(
         time.sleep(0.2)
         with pytest.raises(DataError, match="which is stopped"), TrainFolder(tmp_path).locked(0.3):
             pass
+        found = find_holder(tmp_path)
+        assert found is not None
+        assert found.pid == holder.pid
         holder.kill()
 
 

@@ -196,8 +196,9 @@ def _end_process(train: Path, holder: Holder) -> str:
         raise UserError(f"{train}: trained by {holder.text}: {remedy}")
     print(f"asking {holder.text} to save and end", flush=True)
     try:
-        # a launcher leaves its job at SIGTERM
-        os.kill(holder.pid, signal.SIGINT if holder.follows else signal.SIGTERM)
+        # a launcher leaves its job at SIGTERM; before it has one, it may ignore SIGINT
+        ends_job = holder.follows and holder.handles(signal.SIGINT)
+        os.kill(holder.pid, signal.SIGINT if ends_job else signal.SIGTERM)
     except ProcessLookupError:
         pass
     except PermissionError:

@@ -45,6 +45,7 @@ from cellmill.files import read_json, write_json
 RENEW_S = 10.0
 LEASE_S = 60.0
 TICK_S = 1.0
+UNREADABLE = Path()  # the newest claim, if the file system gives an error
 LEASE = "lease"  # folder for claims to a lock on a file system without flock
 SURE_S = 5.0  # how long the folder has to be gone
 
@@ -96,14 +97,22 @@ class Holder:
                 return any(link.resolve() == lock.resolve() for link in links)
         return False
 
+    def keeps(self, lock: Path) -> bool:
+        """True of another process that holds the lock, even if it is stopped and renews no claim."""
+        return self.pid != os.getpid() and self.holds(lock)
+
     def hands_over(self, lock: Path) -> bool:
         """True if the process holds the lock and can hand it over at SIGUSR1.
 
         The signal ends a process without a handler, and waits in a stopped process, though nobody
         may want the lock when it continues.
         """
-        handles = int(self._status("SigCgt") or "0", 16) >> (signal.SIGUSR1 - 1) & 1
-        return bool(handles) and self._status("State") != "T" and self.holds(lock)
+        is_stopped = self._status("State") == "T"
+        return self.handles(signal.SIGUSR1) and not is_stopped and self.holds(lock)
+
+    def handles(self, number: int) -> bool:
+        """True if the process is on this host and has a handler of the signal."""
+        return bool(int(self._status("SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
 @contextmanager
@@ -160,8 +169,7 @@ def _take(file: TextIO, folder: Path) -> Claim | None:
     except BlockingIOError:
         raise
     except OSError as error:
-        # also a process that is stopped, and renews nothing
-        if holder.pid != os.getpid() and holder.holds(folder / "lock"):
+        if holder.keeps(folder / "lock"):
             raise BlockingIOError from None
         lease = claim(folder / LEASE, str(os.getpid()))
         print(
@@ -204,8 +212,9 @@ def find_holder(folder: Path) -> Holder | None:
             except BlockingIOError:
                 return Holder.read(file)
             except OSError:  # a file system without locks
-                if claimant(folder / LEASE):
-                    return Holder.read(file)
+                holder = Holder.read(file)
+                if claimant(folder / LEASE) or holder.keeps(folder / "lock"):
+                    return holder
     except PermissionError:
         owner = user_name(folder.stat().st_uid)
         raise DataError(f"{folder}: this run belongs to {owner}, who alone may read it") from None
@@ -373,7 +382,10 @@ class FolderWatch:
 
         `end` says what became of the training. Raise DataError if another process has the lease.
         """
-        if self._newest_lease() not in (self._lease, None):
+        newest = self._newest_lease()
+        if self._lease is UNREADABLE:
+            self._lease = newest
+        if newest not in (self._lease, None, UNREADABLE):
             raise DataError(
                 f"{self.folder}: another process has taken this run over, as this one did not renew its file in "
                 f"{LEASE}/claims for {LEASE_S:g} s; this one ends, and the other goes on"
@@ -386,7 +398,7 @@ class FolderWatch:
     def _newest_lease(self) -> Path | None:
         with suppress(OSError):
             return _newest(self.folder / LEASE / "claims")
-        return None
+        return UNREADABLE
 
     def wait(self) -> None:
         """Raise FolderDeleted if the folder is gone and stays so."""
