@@ -28,7 +28,7 @@ from cellmill.runs.folder import TrainFolder, cut_back, read_lines
 from cellmill.runs.identity import changed_keys, identity, is_done
 from cellmill.runs.jobs import write_if_room
 from cellmill.runs.lock import FolderWatch, claim, find_holder, locked
-from cellmill.stages.training_inputs import find_token_order
+from cellmill.stages.training_inputs import describe_reading
 from cellmill.track.tracker import JsonlTracker
 from tests.unit.test_rendezvous import NOBODY, as_user
 from tests.unit.test_status import HOLD
@@ -339,10 +339,29 @@ def test_a_run_that_began_in_another_order_is_another_run(
     model = TREE["model"] | {"family": family}
     options = stored_options(TREE | {"model": model, "objective": objective}, "then")
     shards: Any = SimpleNamespace(gene_order=gene_order)
-    now = identity(options, None) | find_token_order(options, shards)
+    now = identity(options, None) | describe_reading(options, shards)
     stored = {"options": options.model_dump(mode="json"), "identity": identity(options, None)}
     assert changed_keys(stored, now, "state.json") == changed
     assert changed_keys(stored | {"identity": now}, now, "state.json") == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_changed"),
+    [
+        ({}, False),
+        ({"stream": {"weight_by": "cell_type"}}, True),
+        ({"objective": {"name": "classification", "label_column": "cell_type"}}, True),
+    ],
+)
+def test_a_run_that_rounded_its_reads_otherwise_is_another(
+    changes: dict[str, Any], is_changed: bool
+) -> None:
+    options = stored_options(TREE | changes, "then")
+    shards: Any = SimpleNamespace(gene_order="rank")
+    now = identity(options, None) | describe_reading(options, shards)
+    stored = {"options": options.model_dump(mode="json"), "identity": identity(options, None)}
+    reads = {"rounding of reads": "the same in each epoch -> drawn in each epoch"}
+    assert changed_keys(stored, now, "state.json") == (reads if is_changed else {})
 
 
 def test_stored_options_of_a_metric_that_is_refused_now_are_read() -> None:

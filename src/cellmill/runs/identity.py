@@ -46,7 +46,11 @@ FREE = {
 UNFITTED = ("model", "stream", "train")
 """Sections in which a training keeps what the configuration says, whatever the corpus."""
 TOKEN_ORDER = "order of tokens"
-"""Key of identity for tokens that are sorted while they are read; earlier versions did not sort them."""
+"""Key of identity for tokens that are sorted while they are read."""
+ROUNDED_READS = "rounding of reads"
+"""Key of identity for runs with stream.weight_by, which read levels a whole number of times."""
+OF_EARLIER_VERSIONS = {TOKEN_ORDER: "as in the shards", ROUNDED_READS: "the same in each epoch"}
+"""Values of keys that runs of earlier versions have not stored."""
 REASONS: Any = {"objective": {"batch_reason": True, "parts": {"__all__": {"batch_reason"}}}}
 """Texts, which another version may word differently."""
 
@@ -84,8 +88,9 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
     given = stored["identity"]
     before = identity(options, given["init_from"], given.get("model.gene_vectors"))
     before["weights_format"] = given.get("weights_format", 1)
-    if TOKEN_ORDER in now:
-        before[TOKEN_ORDER] = given.get(TOKEN_ORDER, "as in the shards")
+    for key, value in OF_EARLIER_VERSIONS.items():
+        if key in now:
+            before[key] = given.get(key, value)
 
     def short(value: Any) -> str:
         return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", str(value))  # a digest

@@ -36,8 +36,8 @@ from cellmill.stages.training_inputs import (
     check_architecture,
     check_genes,
     check_vocabulary,
+    describe_reading,
     digest_vectors,
-    find_token_order,
     fit_options,
     open_corpus,
 )
@@ -77,7 +77,7 @@ def train(
     record: dict[str, Any] = {
         "options": options.model_dump(mode="json"),
         "identity": identity(options, weights, digest_vectors(options, init_from))
-        | find_token_order(options, shards),
+        | describe_reading(options, shards),
         "fingerprint": fingerprint,
         "manifest": str(manifest),
         "vocabulary": str(vocabulary),

@@ -21,7 +21,7 @@ from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
-from cellmill.runs.identity import TOKEN_ORDER
+from cellmill.runs.identity import ROUNDED_READS, TOKEN_ORDER
 
 
 class Corpus(NamedTuple):
@@ -179,10 +179,18 @@ def digest_vectors(options: TrainOptions, init_from: Path | None) -> str | None:
     return sha256_file(Path(path))
 
 
-def find_token_order(options: TrainOptions, shards: Manifest) -> dict[str, str]:
-    """Return the entry of a run's identity if its model reads an order that the shards lack."""
+def describe_reading(options: TrainOptions, shards: Manifest) -> dict[str, str]:
+    """Return the entries of a run's identity for what earlier versions read in another way.
+
+    These are an order of tokens that the shards lack, and reads by `stream.weight_by`.
+    """
+    reading = {}
     is_sorted = options.model.reads_token_order and options.tokens.value_kind != "place"
-    return {TOKEN_ORDER: "by rank"} if is_sorted and shards.gene_order == "genes" else {}
+    if is_sorted and shards.gene_order == "genes":
+        reading[TOKEN_ORDER] = "by rank"
+    if options.stream.weight_by is not None:
+        reading[ROUNDED_READS] = "drawn in each epoch"
+    return reading
 
 
 def check_levels(
