@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -555,6 +555,17 @@ def trained(path: Path, step: int, given: Any = None, **progress: int) -> TrainF
     if step == 10:
         write_json(folder.path / "status.json", {"state": "done"})
     return folder
+
+
+def test_only_an_unfinished_run_of_other_reads_is_refused(tmp_path: Path) -> None:
+    given = stored_options(TREE | {"stream": {"weight_by": "cell_type"}}, "then")
+    reads = describe_reading(given, cast(Any, SimpleNamespace(gene_order="rank")))
+    record = {"identity": identity(given, None) | reads, "fingerprint": "aaaa"}
+    assert is_done(trained(tmp_path / "a", 10, given), record, 10)
+    unfinished = trained(tmp_path / "b", 6, given)
+    advice = "finish it with the version of cellmill that began it, or "
+    with pytest.raises(ConfigError, match=advice):
+        is_done(unfinished, record, 10)
 
 
 @pytest.mark.parametrize(("step", "steps"), [(6, 20), (10, 20)])

@@ -148,10 +148,14 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
             f"{folder.path}: --restart changes nothing: the training in it has this configuration",
             flush=True,
         )
-    _check_change(folder, checkpoint, record, steps)
     patience = record["identity"].get(PATIENCE)
     stale = state["progress"].get("stale_validations", 0)
     is_early = patience is not None and stale >= patience
+    if step >= steps or is_early:  # it reads no more cells
+        requested = {k: v for k, v in record["identity"].items() if k != ROUNDED_READS}
+        _check_change(folder, checkpoint, record | {"identity": requested}, steps)
+    else:
+        _check_change(folder, checkpoint, record, steps)
     if step < steps and is_early:
         print(
             f"ended early at step {step}, after {stale} validations without an improvement; raise {PATIENCE} "
@@ -210,9 +214,12 @@ def foresee_refusal(train: Path, options: TrainOptions, steps: int | None) -> st
 
 def _refuse_changes(folder: TrainFolder, checkpoint: Checkpoint, changes: dict[str, str]) -> None:
     if changes.keys() - LENGTH:
+        back = "change it back"
+        if not changes.keys().isdisjoint(OF_EARLIER_VERSIONS):
+            back = "finish it with the version of cellmill that began it"
         raise ConfigError(
             f"{folder.path}: it holds a training of {checkpoint.step} steps with another configuration "
-            f"({_join(changes)}); change it back, or {_how_to_restart(folder)}"
+            f"({_join(changes)}); {back}, or {_how_to_restart(folder)}"
         )
 
 
