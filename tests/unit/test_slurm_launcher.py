@@ -192,9 +192,10 @@ def test_a_job_runs_before_a_maintenance_if_it_may_train(
         f"ReservationName=past StartTime=10 EndTime=9 Nodes=n9 Flags=MAINT,SPEC_NODES\n"
         f"ReservationName=maint StartTime={begins_at} EndTime=9 Nodes=n1 Flags=MAINT,SPEC_NODES TRES=cpu=32\n"
     )
-    waits = listed("PENDING", "ReqNodeNotAvail, Reserved for maintenance")
+    waits = listed("PENDING", "ReqNodeNotAvail, Reserved for maintenance", limit="1:00:00")
+    begins = listed("PENDING", "Resources")
     scontrol = [[0, shown, ""], [int(bool(update)), "", update]]
-    printed = done.run(waits, waits, listed("RUNNING"), listed("COMPLETED"), scontrol=scontrol)
+    printed = done.run(waits, begins, listed("RUNNING"), listed("COMPLETED"), scontrol=scontrol)
     assert done.calls("scontrol") == [
         "scontrol -o show reservation",
         *(f"scontrol {call}" for call in calls),
@@ -203,7 +204,7 @@ def test_a_job_runs_before_a_maintenance_if_it_may_train(
     expected = f"job 7: maintenance begins at {hour}{line}\n"
     assert (expected in printed) == (line is not None)
     [record] = Jobs(done.train).all()
-    assert record.limit_s == (1500 if line and "now 25" in line else None)
+    assert record.limit_s == (1500 if line and "now 25" in line else 3600)
     assert record.changes(done.machine) == []
 
 

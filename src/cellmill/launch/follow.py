@@ -213,9 +213,9 @@ class JobFollower:
                 self.tail.read()  # the job's last lines come before its end
             say(f"job {self.job.job_id}: {text}")
             self._printed = text
+            self._note(state, self._ended)
             if state.name == "PENDING" and "aintenance" in state.reason and self.record:
                 self._end_before_maintenance(self.record)
-            self._note(state, self._ended)
 
     def _wait_for_answer(self, reason: str) -> None:
         """Say once that squeue gives no usable answer; raise Stopped after `patience_s`."""
