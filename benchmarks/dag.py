@@ -172,7 +172,7 @@ def fake_slurm(folder: Path, launchers: int) -> dict[str, str]:
     for name in ("sbatch", "squeue", "sacct", "scancel", "srun"):
         shutil.copy(ROOT / "tests" / "unit" / "fake_slurm.py", folder / "bin" / name)
         (folder / "bin" / name).chmod(0o755)
-    jobs = "".join(f"{n}|RUNNING|None|node1|{{name {n}}}\n" for n in range(1, launchers + 1))
+    jobs = "".join(f"{n}|RUNNING|None|node1||{{name {n}}}\n" for n in range(1, launchers + 1))
     answers = {
         "squeue": [[0, jobs, ""]],
         "sbatch": [[0, f"Submitted batch job {n}\n", ""] for n in range(1, launchers + 1)],
