@@ -1,7 +1,8 @@
 """Task map: accuracy, refusal and novelty by loops; a model that copies a baseline is level with it."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from cellmill.config.parts.tasks import MapConfig
 from cellmill.evaluate.features.cell_features import compute_features, read_rows
 from cellmill.evaluate.methods import TRAINING_COMPONENTS
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.classification.map import MapCells
+from cellmill.evaluate.tasks.classification.map import MapCells, NewTypeScores
 from cellmill.runs.results import TaskResult
 
 SMALL = {"neighbors": 5, "max_types": 2, "min_cells": 5}
@@ -112,6 +113,18 @@ def test_two_donors_decide_nothing(clustered: Context) -> None:
     result = run(with_donors(clustered, clustered.vectors, n_donors=2), max_types=3)
     assert {difference.n for difference in result.differences} == {2}
     assert {verdict.outcome for verdict in result.verdicts} == {"undecided"}
+
+
+def test_units_of_new_types_are_those_that_were_tested() -> None:
+    """Of five folds and four types, three folds tested two types: two units."""
+    scores = NewTypeScores(5, ["a", "b", "c", "d"])
+    is_new = np.array([True, False])
+    result = SimpleNamespace(
+        novelty=np.array([0.9, 0.1]), can_refuse=True, is_refused=np.array([True, False])
+    )
+    for fold, name in ((0, "a"), (1, "a"), (2, "d")):
+        scores.record(fold, name, cast(Any, "method"), is_new, cast(Any, result))
+    assert [column.n_units for column in scores.columns()] == [2, 2]
 
 
 def test_refusals_of_a_type_of_one_donor_are_not_counted(clustered: Context) -> None:

@@ -174,7 +174,7 @@ class Difference:
     mean: float
     low: float
     high: float
-    # standard error over units only; in leave_out over cells, although `n` counts batches or donors
+    # standard error over units only; in leave_out and map over cells, although `n` counts batches or donors
     cells_se: float
     n: int | None = None  # independent units; None in results of earlier versions
 

@@ -122,7 +122,17 @@ class NewTypeScores:
             ScoreColumn("novelty AUROC", "AUROC of types not seen", self.auroc),
             ScoreColumn("refused, new type", "share refused of types not seen", self.refused),
         ]
-        return [replace(column, n_units=min(self.shape)) for column in columns if column.scores]
+        return [
+            replace(column, n_units=_count_tested(column.scores))
+            for column in columns
+            if column.scores
+        ]
+
+
+def _count_tested(scores: ByMethod) -> int:
+    """Count the folds and the types that have a score; return the smaller number."""
+    is_tested = np.isfinite(np.stack([*scores.values()])).any(axis=0)
+    return int(min(is_tested.any(axis=0).sum(), is_tested.any(axis=1).sum()))
 
 
 class MapCells(Task):
