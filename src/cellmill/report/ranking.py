@@ -8,8 +8,8 @@ leader in no task is tied with it.
 The interval covers repetitions and units, which are mostly cells:
 
 - Repetitions of two runs are paired if both were scored on the same cells with the same labels,
-  seed, folds and options of the task. In results of earlier versions, equally many cells count as
-  the same. Other pairs of runs have no interval.
+  seed, folds and options of the task. If all results are of earlier versions, equally many cells
+  count as the same. Other pairs of runs have no interval.
 - No file has the paired difference of two runs per unit. Each run has a standard error over units,
   of its difference from its best baseline. The larger known one of the two runs is an
   approximation. If both are unknown, the runs have no interval.
