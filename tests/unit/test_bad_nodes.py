@@ -53,7 +53,6 @@ def sinfo(n_nodes: int = 8, **states: str) -> Answer:
 @pytest.fixture
 def chain(scripted: Scripted) -> Scripted:
     """A launcher of jobs of two nodes, all of which fail; `scripts` keeps what was submitted."""
-    (scripted.fake / "bin" / "sinfo").symlink_to("squeue")
     scripted.machine = scripted.machine.model_copy(update={"nodes": "2"})
     code = "open(folder / 'scripts', 'a').write(script)\n"
     code += f"for job in Path({str(scripted.train / 'jobs')!r}).glob('*'):\n"

@@ -266,7 +266,7 @@ def test_a_failed_collective_is_named_with_its_rank(
     assert not (tmp_path / "jobs" / "error.txt").exists()
 
 
-def test_a_network_card_that_may_not_lock_memory_is_no_lack_of_it(
+def test_a_card_that_may_not_lock_memory_does_not_lack_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "3")

@@ -79,6 +79,7 @@ def test_a_cell_without_a_perturbation_is_not_a_control(kind: str) -> None:
         n_obs=3,
         path=Path("a.h5ad"),
         obs_column=lambda name, owner: obs[name],
+        written_column=lambda name: obs[name],
         var_names=[],
         var=pd.DataFrame(),
     )
