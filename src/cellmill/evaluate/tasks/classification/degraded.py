@@ -115,9 +115,11 @@ class Degraded(Task):
         """The degradation at each of `config.levels()`."""
         raise NotImplementedError
 
-    def absent_levels(self, whole: sp.csr_matrix) -> list[str]:
-        """Levels that the counts of whole cells do not reach; raises Skipped if they reach none."""
-        return []
+    def absent_levels(self, whole: sp.csr_matrix) -> dict[str, str]:
+        """Levels that the counts of whole cells do not reach, with a note on each; raises Skipped if they
+        reach none.
+        """
+        return {}
 
     def adapt_features(
         self,
@@ -177,14 +179,11 @@ class Degraded(Task):
                 for column, classes in predicted.items():
                     predictions.record(column, repetition, fold.tested, classes)
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
-        n_expressed = len(np.unique(whole.indices))
         return tabulate(
             predictions.accuracies(),
             chosen.figures | figures,
             metric=f"{levels[-1]}, {SHIFTED}",
-            notes=[
-                f"No column for {level}: the cells express {n_expressed:,}." for level in absent
-            ],
+            notes=[*absent.values()],
         )
 
     def estimate_s(self, sizes: DatasetSizes) -> float:

@@ -33,14 +33,18 @@ class MissingGenes(Degraded):
     def degradations(self) -> list[Degradation]:
         return [partial(keep_genes, n) for n in self.config.genes]
 
-    def absent_levels(self, whole: sp.csr_matrix) -> list[str]:
+    def absent_levels(self, whole: sp.csr_matrix) -> dict[str, str]:
         n_expressed = len(np.unique(whole.indices))
         genes = self.config.genes
         if min(genes) > n_expressed:
             raise Skipped(
                 f"the cells express {n_expressed:,} genes, and genes keeps {min(genes):,} or more; set fewer"
             )
-        return [level for level, n in zip(self.config.levels(), genes) if n > n_expressed]
+        return {
+            level: f"No column for {level}: the cells express {n_expressed:,}."
+            for level, n in zip(self.config.levels(), genes)
+            if n > n_expressed
+        }
 
     def adapt_features(
         self,
