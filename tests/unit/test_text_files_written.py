@@ -133,8 +133,9 @@ def long_table() -> pd.DataFrame:
         lambda long: long.rename(
             columns={"cell": "CellID", "gene": "geneID", "count": "MIDCount"}
         ).assign(x=1, y=2),
+        lambda long: long.rename(columns={"count": "x"}).reset_index(names=""),
     ],
-    ids=["three columns", "a column more", "row numbers and a second name", "Stereo-seq"],
+    ids=["three columns", "a column more", "row numbers and a second name", "Stereo-seq", "R"],
 )
 def test_a_table_with_a_count_a_line_is_read(
     tmp_path: Path, change: Callable[[pd.DataFrame], pd.DataFrame]
@@ -168,6 +169,16 @@ def test_a_line_per_molecule_is_not_read_as_cells(tmp_path: Path) -> None:
     long = long_table().assign(x=1.5, y=2.5)
     path = write_table(long[["gene", "x", "y"]], tmp_path / "long.csv", index=False)
     assert refusal(path, tmp_path).startswith("its 40 names of rows are on ")
+
+
+@pytest.mark.parametrize("has_numbers", [False, True])
+def test_a_long_table_with_other_names_is_refused(has_numbers: bool, tmp_path: Path) -> None:
+    # R's melt
+    long = long_table().set_axis(["Var1", "Var2", "Freq"], axis=1)
+    if has_numbers:
+        long = long.reset_index(drop=True).reset_index(names="")
+    path = write_table(long, tmp_path / "long.csv", index=False)
+    assert "named gene, cell and count" in refusal(path, tmp_path)
 
 
 @pytest.mark.parametrize("bad", ["-", "1,234", "0x10"])

@@ -95,7 +95,10 @@ def _read_rows(layout: TableLayout) -> pd.DataFrame:
     if layout.names is None:
         rows.insert(0, "", [f"row {number}" for number in range(1, len(rows) + 1)])
         return rows
-    n_names = rows.iloc[:, 0].nunique()
+    names = rows.iloc[:, 0]
+    if is_numbering(names) and len(layout.numbers) == 1 and len(rows.columns) > 1:
+        names = rows.iloc[:, 1]  # numbered rows with one count may be a gene of a cell each
+    n_names = names.nunique()
     if len(rows) > _MAX_REPEATED * n_names:
         raise DataError(
             f"{layout.path}: its {n_names:,} names of rows are on {len(rows):,} rows: expected a row for each gene or "

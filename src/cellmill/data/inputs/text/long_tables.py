@@ -38,10 +38,10 @@ def find_long_columns(layout: TableLayout) -> LongColumns | None:
         return None
     cells = [column for column, name in enumerate(names) if name in CELL]
     genes = [names.index(name) for name in GENE if name in names]
-    counts = []
-    for column in layout.numbers:
-        if names[column] in COUNT and column not in (*cells, *genes):
-            counts.append(column)
+    numbers = [column for column in layout.numbers if column not in (*cells, *genes)]
+    counts = [column for column in numbers if names[column] in COUNT]
+    if not counts and len(numbers) == 1:
+        counts = numbers  # such as x, from R's summary of a sparse matrix
     if len(cells) != 1 or not genes or not counts:
         return None
     if len(counts) > 1:
