@@ -345,11 +345,19 @@ def test_a_table_of_another_matrix_is_refused_with_three_numbers(tmp_path: Path)
     assert "barcodes.tsv has 1 more" in refusal(tmp_path)
     write_names(tmp_path / "barcodes.tsv", CELLS[1:], header="barcode")
     assert "barcodes.tsv has 1 fewer" in refusal(tmp_path)
+    (tmp_path / "barcodes.tsv").write_text("\n")
+    assert "barcodes.tsv 0 cells: barcodes.tsv has 9 fewer" in refusal(tmp_path)
     (tmp_path / "barcodes.tsv").unlink()
     assert refusal(tmp_path) == (
         f"{tmp_path}: no barcodes.tsv; expected it beside matrix.mtx, plain or as .gz, with 13 or 9 names; there is "
         "features.tsv with 13"
     )
+
+
+def test_an_empty_table_is_not_taken(tmp_path: Path) -> None:
+    star(tmp_path)
+    (tmp_path / "barcodes_all.tsv").touch()
+    read(tmp_path)
 
 
 def test_tables_of_another_sample_are_not_taken(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
     """Open the tables beside a matrix. Those that are longer hold something else."""
     for file in files_beside(matrix):
         table = peek(file, 2 * longest + 2)
-        if table is not None and table.n_lines:
+        if table is not None:
             yield table
 
 

@@ -79,6 +79,8 @@ class TextTable:
 
     def fits(self, n: int) -> bool:
         """True if the table has `n` rows after its header, if any."""
+        if not self.first:
+            return False
         first, *others = self.first
         if self.n_lines == n:
             # the first gene may be a transgene, and have a name where all others have ids
@@ -179,7 +181,9 @@ def peek(path: Path, max_lines: int) -> TextTable | None:
     if n_lines > min(max_lines, MAX_LENGTH):
         return None
     text = head.decode("utf-8-sig", "replace").replace("\r\n", "\n").replace("\r", "\n")
-    lines = text.rstrip("\n").split("\n")[:_SAMPLE] if n_lines else []
+    if not n_lines:
+        return TextTable(path, 0, "", [])
+    lines = text.rstrip("\n").split("\n")[:_SAMPLE]
     separator = find_separator(lines)
     rows = split_lines(lines, separator)
     # without a header `|` is a part of names, such as AAACCCAAGTTAAAA|sample1
