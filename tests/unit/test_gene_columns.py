@@ -240,6 +240,22 @@ def test_names_that_R_or_a_second_id_changed_are_read() -> None:
     assert "" not in plain.gene_ids
 
 
+def test_symbols_that_a_spreadsheet_made_dates_are_read() -> None:
+    dates = ["2-Sep", "03-Sep", "2006-09-07", "5-Mar"]
+    human = match_names(dates, "human")
+    symbols = ["SEPTIN2", "SEPTIN3", "SEPTIN7", "MARCHF5"]
+    assert human.gene_ids == match_names(symbols, "human").gene_ids
+    mouse = match_names(dates, "mouse")
+    assert mouse.gene_ids == match_names([name.capitalize() for name in symbols], "mouse").gene_ids
+    assert "" not in human.gene_ids + mouse.gene_ids
+
+
+def test_a_date_of_several_or_present_genes_is_no_gene() -> None:
+    # MARCH1 or MARC1, DEC1 or another, no SEPT20; and SEPTIN8 has a row
+    names = ["1-Mar", "2-Mar", "1-Dec", "20-Sep", "8-Sep", "SEPTIN8"]
+    assert [bool(gene) for gene in match_names(names, "human").gene_ids] == [False] * 5 + [True]
+
+
 @pytest.mark.parametrize(
     "form", ["{}_{}", "{}-{}", "{1}-{0}", "{1}.3-{0}", "{}__{}", "{1} {0}", "{} ({})", "{1}/{0}"]
 )

@@ -6,6 +6,7 @@ previous symbol or an alias. Names that are none of these may still be one that 
     GRCh38_TP53, hg19-TP53    a prefix that many names of the file share, and that leaves known genes when removed
     TP53|7157, TP53 (7157)    several names of one gene
     MT.CO1                    `-` written as `.`, as R does in names of columns
+    2-Sep, 2006-09-02         SEPT2 as a date, which Excel and LibreOffice make of it
     TBCE-1, TBCE.1            a suffix that scanpy or R gave a repeated name, if the name without it is there too
 
 A suffix is left alone if the name is a symbol itself (`HLA-A`, `NKX2-1`, `AC012345.1`).
@@ -23,6 +24,12 @@ MISSING_NAMES = frozenset({"", "nan", "NaN", "None", "<NA>", "NA", "N/A", "NULL"
 _COPY = re.compile(r"(.+)[-._][0-9]{1,3}")
 _SEPARATORS = re.compile(r"[-_.:|]+")
 _PARTS = re.compile(r"[|;,]+|\s\((?=[0-9]+\)$)")
+_DATE = re.compile(
+    r"0?(?P<day>\d{1,2})-(?P<month>Mar|Sep)"
+    r"|(?:19|20)\d\d-(?P<month_number>03|09)-0?(?P<day_of_month>\d{1,2})"
+)
+_FAMILY_BY_MONTH = {"Mar": "MARCH", "03": "MARCH", "Sep": "SEPT", "09": "SEPT"}
+_AMBIGUOUS = frozenset({"MARCH1", "MARCH2"})  # 1-Mar may be MARC1 too
 _WEAK = ("alias", "ambiguous", "unmapped")  # kinds of a match that a repeated name overrules
 _MAX_PREFIX = 40  # characters
 _MAX_SEPARATORS = 4  # separators of a prefix
@@ -187,9 +194,15 @@ def _repeated_name(name: str, known: Mapping[str, Match]) -> str | None:
 
 
 def _respell(name: str, known: Mapping[str, Match], organism: str) -> tuple[Match, str]:
-    """Gene of a name of several parts or with `.` for `-`, and the part or spelling that names it."""
+    """Gene of a date or a name of several parts or with `.` for `-`, and the part or spelling that names it."""
     if _NO_GENE.match(name):
         return UNMAPPED, name
+    symbol = _symbol_of_date(name)
+    if symbol:
+        # the table of the mouse has Sept2
+        match = max(look_up(symbol, organism), look_up(symbol.capitalize(), organism))
+        is_present = any(match.gene == other.gene for other in known.values())
+        return (UNMAPPED, name) if is_present else (match, symbol)
     matches: dict[str, tuple[Match, str]] = {}  # by gene: the first part that names it
     for part in filter(None, _PARTS.split(name.strip("\"' "))):
         match = look_up(part, organism)
@@ -202,6 +215,16 @@ def _respell(name: str, known: Mapping[str, Match], organism: str) -> tuple[Matc
     if dashed != name and dashed not in known and match.kind in ("symbol", "previous"):
         return match, dashed
     return UNMAPPED, name
+
+
+def _symbol_of_date(name: str) -> str:
+    """The symbol that became this date; empty if `name` is no date, or of several symbols."""
+    date = _DATE.fullmatch(name)
+    if date is None:
+        return ""
+    family = _FAMILY_BY_MONTH[date["month"] or date["month_number"]]
+    symbol = f"{family}{int(date['day'] or date['day_of_month'])}"
+    return "" if symbol in _AMBIGUOUS else symbol
 
 
 def _shared_prefixes(

@@ -68,7 +68,7 @@ class Coverage:
     prefixes: dict[str, int] = field(default_factory=dict)
     # name with a suffix -> the name that it repeats
     made_unique: dict[str, str] = field(default_factory=dict)
-    # name of several parts -> the part that names the gene
+    # name of several parts, with `.` for `-` or a date -> the symbol or id that it was read as
     respelled: dict[str, str] = field(default_factory=dict)
     reference: str | None = None  # organism onto whose genes those with an id were mapped
     orthologs: int = 0  # number of them with a one-to-one ortholog
@@ -337,7 +337,8 @@ def describe_changes(coverage: Coverage) -> list[str]:
     if coverage.respelled:
         name, part = next(iter(coverage.respelled.items()))
         lines.append(
-            f"{len(coverage.respelled):,} names are read in part or with '-' for '.', as {name!r} as {part!r}"
+            f"{len(coverage.respelled):,} names are read in part, with '-' for '.', or as the symbol that a spreadsheet "
+            f"made a date of, as {name!r} as {part!r}"
         )
     if coverage.made_unique:
         name, stem = next(iter(coverage.made_unique.items()))
