@@ -337,8 +337,8 @@ def describe_changes(coverage: Coverage) -> list[str]:
     if coverage.respelled:
         name, part = next(iter(coverage.respelled.items()))
         lines.append(
-            f"{len(coverage.respelled):,} names are read in part, with '-' for '.', or as the symbol that a spreadsheet "
-            f"made a date of, as {name!r} as {part!r}"
+            f"{len(coverage.respelled):,} names are read in part, with '-' for '.', or as the symbol that a "
+            f"spreadsheet made a date of, as {name!r} as {part!r}"
         )
     if coverage.made_unique:
         name, stem = next(iter(coverage.made_unique.items()))
