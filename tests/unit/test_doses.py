@@ -24,9 +24,9 @@ from cellmill.evaluate.tasks.perturbation.baselines import (
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
-    describe_linear_doses,
+    compute_log_doses,
     fit_hill,
-    log_doses,
+    note_linear_fallbacks,
     parse_names,
     predict_new_doses,
     tabulate_curves,
@@ -77,7 +77,7 @@ def test_a_dose_at_the_end_of_a_name_has_a_unit(
             ["a_1uM", "a_1ng/ml"],
             r"doses of one kind, such as 'drug_0.1uM', got a_1ng/ml and a_1uM;",
         ),
-        (["TP53", "IRF1"], r"got IRF1, TP53; set doses of task perturbation to column or null"),
+        (["TP53", "", "IRF1"], r"got IRF1, TP53; set doses of task perturbation to column or null"),
         (["x_5h"], r"got x_5h; set doses"),
     ],
 )
@@ -88,16 +88,16 @@ def test_names_without_comparable_doses_are_one_line(names: list[str], message: 
 
 
 def test_ec50_is_recovered_within_its_interval() -> None:
-    assert log_doses(np.array(["100", "0", ""])).tolist()[0] == 2
-    assert np.isnan(log_doses(np.array(["0", "", "-1"]))).all()
+    assert compute_log_doses(np.array(["100", "0", ""])).tolist()[0] == 2
+    assert np.isnan(compute_log_doses(np.array(["0", "", "-1"]))).all()
     for log_ec50, slope in ((-0.7, 1.0), (0.4, 2.5)):
         exact = fit_hill(LOG_DOSES, hill_changes(log_ec50, slope, 0.0))
-        assert (exact.log_ec50, exact.slope) == pytest.approx((log_ec50, slope), abs=1e-3)
+        assert (exact.log_ec50, exact.coefficient) == pytest.approx((log_ec50, slope), abs=1e-3)
         inside = []
         for seed in range(60):
             curve = fit_hill(LOG_DOSES, hill_changes(log_ec50, slope, 0.2, seed))
             assert not curve.reason
-            inside.append(curve.low <= log_ec50 <= curve.high)
+            inside.append(curve.log_ec50_low <= log_ec50 <= curve.log_ec50_high)
         assert 0.85 <= np.mean(inside) <= 1
 
 
@@ -129,12 +129,12 @@ def test_three_fitted_doses_determine_the_curve() -> None:
     for unit in units:
         train = np.delete(units, unit)
         curve = fit_hill(log_dose[train], changes[train])
-        assert (curve.log_ec50, curve.slope) == pytest.approx((0, 1.5), abs=1e-3)
-        assert np.isnan([curve.low, curve.high]).all()
+        assert (curve.log_ec50, curve.coefficient) == pytest.approx((0, 1.5), abs=1e-3)
+        assert np.isnan([curve.log_ec50_low, curve.log_ec50_high]).all()
         predicted = predict_new_doses(changes, train, units[[unit]], compound, log_dose)
         np.testing.assert_allclose(predicted[HILL][0], changes[unit], atol=2e-3)
         folds = [Fold(0, train, units[[unit]])]
-        assert describe_linear_doses(changes, folds, compound, log_dose) == []
+        assert note_linear_fallbacks(changes, folds, compound, log_dose) == []
     [row] = tabulate_curves(changes[:3], compound[:3], log_dose[:3], "", {})
     assert (row["fit"], row["low"], row["high"]) == ("Hill", None, None)
     assert row["EC50"] == pytest.approx(1, rel=1e-2)
@@ -149,10 +149,14 @@ def test_a_compound_without_training_doses_is_not_called_linear() -> None:
     predicted = predict_new_doses(changes, train, test, compound, log_dose)
     np.testing.assert_array_equal(predicted[LINEAR], predicted[MEAN])
     folds = [Fold(0, train, test)]
-    assert describe_linear_doses(changes, folds, compound, log_dose) == []
+    assert note_linear_fallbacks(changes, folds, compound, log_dose) == []
     few = [Fold(0, train[:2], np.arange(2, 6))]
-    assert describe_linear_doses(changes, few, compound, log_dose) == [
+    assert note_linear_fallbacks(changes, few, compound, log_dose) == [
         "Hill curve: 1 of 4 held-out doses have the linear prediction (1: 2 doses)."
+    ]
+    single = [Fold(0, train[:1], np.arange(1, 6))]
+    assert note_linear_fallbacks(changes, single, compound, log_dose) == [
+        "Hill curve: 2 of 5 held-out doses have the linear prediction (2: 1 dose)."
     ]
 
 

@@ -186,7 +186,7 @@ def test_a_change_is_measured_within_batches(screen: Context) -> None:
     n_measured = np.count_nonzero(half == 1)
     assert abs(n_starting - n_measured) <= 2
     assert (half >= 0).tolist() == screen.roles["is_control"].tolist()
-    changes = profiles.changes(held.unit_of_cell, 5, profiles.control_means(1))
+    changes = profiles.measure_changes(held.unit_of_cell, 5, profiles.average_controls(1))
     batch = screen.roles["batch"].to_numpy()
     for unit in range(5):
         changes_of_cells = []
@@ -231,12 +231,19 @@ def test_a_dataset_without_tested_perturbations_is_skipped(screen: Context) -> N
     with pytest.raises(Skipped, match=r"shard\.split_by"):
         task.run(all_trained)
     only_batches = replace(screen, roles={"batch": screen.roles["batch"]})
-    with pytest.raises(Skipped, match=r"^the dataset has no perturbation and control columns$"):
+    with pytest.raises(
+        Skipped, match=r"^the dataset lacks a column of perturbations \(or conditions\), or"
+    ):
         task.run(only_batches)
     is_control = screen.roles["is_control"].astype(str)
     as_text = replace(screen, roles={**screen.roles, "is_control": is_control})
     with pytest.raises(DataError, match=r"'is_control': expected True or False, got 'False'$"):
         task.run(as_text)
+    is_control = screen.roles["is_control"].astype(int)
+    is_control.iloc[-1] = 2
+    as_number = replace(screen, roles={**screen.roles, "is_control": is_control})
+    with pytest.raises(DataError, match=r"'is_control': expected True or False, got 2$"):
+        task.run(as_number)
 
 
 def test_a_role_that_is_not_scored_keeps_its_reason(screen: Context) -> None:

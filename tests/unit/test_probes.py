@@ -64,8 +64,8 @@ def test_rows_of_probes_are_scores_of_the_changed_entry(screen: Context) -> None
     column = "MAE, new perturbation"
     held = PerturbedUnits.read(screen, config, "perturbation")
     n_units = len(held.unit_names)
-    controls = held.profiles.control_means(REFERENCE_HALF)
-    measured = held.profiles.changes(held.unit_of_cell, n_units, controls)
+    controls = held.profiles.average_controls(REFERENCE_HALF)
+    measured = held.profiles.measure_changes(held.unit_of_cell, n_units, controls)
     folds = [fold for fold in make_folds(held) if fold.repetition == 0]
     for kind in ("model", "baseline"):
         rows = [row for row in result.ranked_rows if row.method.kind == kind]

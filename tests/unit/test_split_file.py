@@ -286,7 +286,9 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
     assert {"Pearson, few-shot", "Pearson, zero-shot"} <= {*rows["mean"].scores}
     profiles = held.profiles
     n_units = len(held.unit_names)
-    measured = profiles.changes(held.unit_of_cell, n_units, profiles.control_means(REFERENCE_HALF))
+    measured = profiles.measure_changes(
+        held.unit_of_cell, n_units, profiles.average_controls(REFERENCE_HALF)
+    )
     train = np.flatnonzero(held.split_of_unit == "train")
     mean = ChangePredictor(held).changes_from_start[train].mean(0)
     for group, names in groups_of(held).items():

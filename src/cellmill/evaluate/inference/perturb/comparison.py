@@ -101,8 +101,8 @@ def _average_others(
 def _measure_perturbations(profiles: Profiles) -> FileChanges:
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
     names, number = np.unique(np.where(is_usable, profiles.perturbation, ""), return_inverse=True)
-    changes = profiles.changes(
-        np.where(is_usable, number, -1), len(names), profiles.control_means(START_HALF)
+    changes = profiles.measure_changes(
+        np.where(is_usable, number, -1), len(names), profiles.average_controls(START_HALF)
     )
     has_enough = np.bincount(number[is_usable], minlength=len(names)) >= TASK_DEFAULTS.min_cells
     return FileChanges(names[has_enough], changes[has_enough])

@@ -122,9 +122,9 @@ def _share_strata(
     value_of_cell = np.searchsorted(values, screen.by_values).clip(max=len(values) - 1)
     is_known = np.isin(screen.by_values, values)
     value_of_cell = np.where(screen.is_control & is_known, value_of_cell, -1)
-    value_shares = profiles.stratum_shares(value_of_cell, len(values))
+    value_shares = profiles.compute_stratum_shares(value_of_cell, len(values))
     control_shares = value_shares[np.searchsorted(values, units.by_values)]
-    cell_shares = profiles.stratum_shares(measured.unit_of_cell, len(units.names))
+    cell_shares = profiles.compute_stratum_shares(measured.unit_of_cell, len(units.names))
     return np.where(measured.is_measured[:, None], cell_shares, control_shares)
 
 
@@ -145,7 +145,7 @@ def _make_layers(
     """(U, G) float32 each: controls that `changes` start from, predicted expression, and measured
     changes if there are any.
     """
-    controls = shares @ np.nan_to_num(screen.profiles.control_means(START_HALF))
+    controls = shares @ np.nan_to_num(screen.profiles.average_controls(START_HALF))
     layers = {"control": controls, "expression": np.maximum(controls + changes, 0)}
     if measured.is_measured.any():
         layers["measured"] = measured.changes

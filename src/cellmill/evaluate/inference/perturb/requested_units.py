@@ -65,8 +65,8 @@ class MeasuredUnits:
         unit_of_cell = np.array([number.get(pair, -1) for pair in pairs])
         unit_of_cell[~is_compared | (profiles.stratum < 0)] = -1
         n_cells = np.bincount(unit_of_cell[unit_of_cell >= 0], minlength=len(units.names))
-        controls = profiles.control_means(REFERENCE_HALF)
-        changes = profiles.changes(unit_of_cell, len(n_cells), controls)
+        controls = profiles.average_controls(REFERENCE_HALF)
+        changes = profiles.measure_changes(unit_of_cell, len(n_cells), controls)
         changes[n_cells < TASK_DEFAULTS.min_cells] = np.nan
         return cls(unit_of_cell, n_cells, changes)
 

@@ -65,7 +65,7 @@ class PerturbationScreen:
         """(cells,) bool: True for the controls that the model predicts from."""
         is_start = np.zeros(len(self.is_control), bool)
         for stratum in range(self.profiles.stratum.max() + 1):
-            is_start[self.profiles.start_controls(stratum, self.has_genes)] = True
+            is_start[self.profiles.find_start_controls(stratum, self.has_genes)] = True
         return is_start
 
 

@@ -34,7 +34,7 @@ from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.evaluate.tasks.perturbation.folds import divide_by_novelty
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import choose_best_methods, make_probes
-from cellmill.evaluate.tasks.perturbation.profiles import check_changes, controlled_role
+from cellmill.evaluate.tasks.perturbation.profiles import controlled_role, require_changes
 from cellmill.evaluate.tasks.perturbation.scoring import score_predictions
 from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, PerturbedUnits
@@ -91,7 +91,7 @@ def write_changes(
 def _hold_out(context: Context, config: PerturbationConfig) -> tuple[PerturbedUnits, list[Fold]]:
     """Units, and the folds of the first repetition. Raises DataError if there are none."""
     try:
-        check_changes(context)
+        require_changes(context)
         split_file = None if config.split_file is None else SplitFile.read(config, context)
         units = PerturbedUnits.read(context, config, PERTURBATION, split_file)
     except Skipped as reason:

@@ -11,7 +11,7 @@ import numpy as np
 from sklearn.model_selection import GroupKFold, KFold
 
 from cellmill.evaluate.splits import Fold
-from cellmill.evaluate.tasks.perturbation.doses import FEWEST_DOSES, leave_out_doses
+from cellmill.evaluate.tasks.perturbation.doses import MIN_DOSES, leave_out_doses
 from cellmill.evaluate.tasks.perturbation.split_file import TEST, TRAIN
 from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, PerturbedUnits
 
@@ -33,7 +33,7 @@ def divide_by_novelty(units: PerturbedUnits) -> dict[str, list[Fold]]:
 
 def make_folds(units: PerturbedUnits) -> Iterator[Fold]:
     """Folds by what the model saw and by what is held out. Empty if the model saw cells of all groups,
-    if there are fewer than two groups, or for doses if no compound has FEWEST_DOSES of them.
+    if there are fewer than two groups, or for doses if no compound has MIN_DOSES of them.
     """
     if len(np.unique(units.group_of_unit)) < 2 or not units.is_testable.any():
         return
@@ -98,5 +98,5 @@ def explain_no_folds(units: PerturbedUnits) -> str:
     elif units.held_out == DOSE and lacks_doses:
         reason = "the dataset has no dose column"
     elif n_groups > 1 and units.held_out == DOSE:
-        reason = f"no compound has {FEWEST_DOSES} doses of {enough}"
+        reason = f"no compound has {MIN_DOSES} doses of {enough}"
     return f"held out {units.held_out}: {reason}"

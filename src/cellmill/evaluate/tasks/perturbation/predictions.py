@@ -40,13 +40,13 @@ class ChangePredictor:
     @cached_property
     def start_means(self) -> np.ndarray:
         """(strata, G) float64: mean of the controls that predictions start from."""
-        return self.units.profiles.control_means(START_HALF)
+        return self.units.profiles.average_controls(START_HALF)
 
     @cached_property
     def changes_from_start(self) -> np.ndarray:
         """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
         units = self.units
-        return units.profiles.changes(units.unit_of_cell, units.n_units, self.start_means)
+        return units.profiles.measure_changes(units.unit_of_cell, units.n_units, self.start_means)
 
     @cached_property
     def features(self) -> ByMethod:
@@ -64,7 +64,7 @@ class ChangePredictor:
         head = ResponseHead.find(context.model.network, context.options.precision)
         if head is None:
             return None
-        shares = units.profiles.stratum_shares(units.scored_unit_of_cell, units.n_units)
+        shares = units.profiles.compute_stratum_shares(units.scored_unit_of_cell, units.n_units)
         names = units.name_in_dataset.tolist()
         return head.predict_changes(
             context.vectors, units.profiles, np.nan_to_num(shares), names, units.genes
@@ -91,7 +91,7 @@ class ChangePredictor:
                     changes, fitted, tested, units.perturbation, units.log_dose
                 )
             elif units.held_out != PERTURBATION or is_fitted.any():
-                controls = units.profiles.unit_controls(
+                controls = units.profiles.average_controls_of_units(
                     units.unit_of_cell, units.n_units, self.start_means
                 )
                 predicted |= predict_new_contexts(

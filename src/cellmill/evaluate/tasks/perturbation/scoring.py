@@ -66,8 +66,8 @@ def score_predictions(
     units: PerturbedUnits, folds: list[Fold], predictions: Iterable[ChangesByMethod]
 ) -> Scores:
     """Scores of the predicted changes of each fold, `(test units, G)`."""
-    controls = units.profiles.control_means(REFERENCE_HALF)
-    measured = units.profiles.changes(units.scored_unit_of_cell, units.n_units, controls)
+    controls = units.profiles.average_controls(REFERENCE_HALF)
+    measured = units.profiles.measure_changes(units.scored_unit_of_cell, units.n_units, controls)
     pairs = (
         {method: ChangePair(change, measured[fold.tested]) for method, change in changes.items()}
         for fold, changes in zip(folds, predictions)
@@ -116,9 +116,9 @@ def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, Ch
     half_of_cell = position % 2  # cells of each unit alternate between the halves
     halves = []
     for half, half_of_controls in enumerate((START_HALF, REFERENCE_HALF)):
-        controls = units.profiles.control_means(half_of_controls)
+        controls = units.profiles.average_controls(half_of_controls)
         unit_of_cell = np.where(half_of_cell == half, units.scored_unit_of_cell, -1)
-        changes = units.profiles.changes(unit_of_cell, units.n_units, controls)
+        changes = units.profiles.measure_changes(unit_of_cell, units.n_units, controls)
         halves.append(changes[fold.tested])
     first, second = halves
     pairs = {CEILING: ChangePair(first, second)}

@@ -33,7 +33,7 @@ from cellmill.evaluate.tasks.perturbation.change_scores import METRICS
 from cellmill.evaluate.tasks.perturbation.doses import (
     HILL,
     LINEAR,
-    describe_linear_doses,
+    note_linear_fallbacks,
     parse_names,
     tabulate_curves,
 )
@@ -41,7 +41,7 @@ from cellmill.evaluate.tasks.perturbation.folds import divide_by_novelty, explai
 from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import describe_better_probes
-from cellmill.evaluate.tasks.perturbation.profiles import check_changes
+from cellmill.evaluate.tasks.perturbation.profiles import require_changes
 from cellmill.evaluate.tasks.perturbation.scoring import CEILING, score_folds
 from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
 from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, PerturbedUnits
@@ -69,7 +69,7 @@ class Perturbation(Task):
         """Scores by the split file, or else with each of `held_out` and then doses held out. Skipped if
         none can be scored.
         """
-        check_changes(context)
+        require_changes(context)
         held_out_names: list[str] = [*self.config.held_out]
         if self.config.doses is not None:
             held_out_names.append(DOSE)
@@ -111,7 +111,7 @@ class Perturbation(Task):
         for novelty, folds in folds_by_novelty.items():
             scores = score_folds(predictor, folds)
             if units.held_out == DOSE:
-                scored.notes += describe_linear_doses(
+                scored.notes += note_linear_fallbacks(
                     predictor.changes_from_start, folds, units.perturbation, units.log_dose
                 )
                 scored.tables["dose curves"] = self._tabulate_doses(

@@ -14,7 +14,7 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.arrays import text_values
 from cellmill.data.genes.names import known_rows
 from cellmill.evaluate.task import Context, Skipped
-from cellmill.evaluate.tasks.perturbation.doses import log_doses, parse_names
+from cellmill.evaluate.tasks.perturbation.doses import compute_log_doses, parse_names
 from cellmill.evaluate.tasks.perturbation.profiles import (
     STRATA,
     Profiles,
@@ -92,7 +92,7 @@ class PerturbedUnits:
         cells["group"] = _name_groups(cells, held_out, context_role, split_file)
         no_dose: list[str] = []
         if held_out == DOSE:
-            has_dose = np.isfinite(log_doses(cells["dose"].to_numpy(str)))
+            has_dose = np.isfinite(compute_log_doses(cells["dose"].to_numpy(str)))
             no_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
             cells["is_usable"] &= has_dose
         usable = cells[cells["is_usable"]]
@@ -142,7 +142,7 @@ class PerturbedUnits:
     @cached_property
     def log_dose(self) -> np.ndarray:
         """(U,) float64: log10 of each unit's dose; NaN for a unit without a dose above 0."""
-        return log_doses(self.dose)
+        return compute_log_doses(self.dose)
 
     @cached_property
     def scored_unit_of_cell(self) -> np.ndarray:
