@@ -67,7 +67,7 @@ class ParsedNames(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Hill curve of a compound. If there is no curve, `reason` says why, and the numbers are NaN."""
+    """Hill curve of a compound. If the fit gave none, `reason` says why, and the numbers are NaN."""
 
     log_ec50: float = np.nan
     # 95 % interval of `log_ec50`; NaN for a curve through three doses
@@ -229,7 +229,7 @@ def predict_new_doses(
             linear = intercept + slope * log_dose[unit]
         predicted[LINEAR][row] = linear
 
-        # the curve of the compound, times a factor for each gene; the line if there is no curve
+        # the curve of the compound, times a factor for each gene; without a curve, the line
         curve = fit_hill(log_dose[same], fitted_changes)
         predicted[HILL][row] = linear
         if not curve.reason:
