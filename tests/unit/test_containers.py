@@ -215,6 +215,34 @@ def test_data_frames_without_attributes_are_read(counts: sp.csr_matrix, tmp_path
         assert (read(path, matrix) != counts).nnz == 0
 
 
+@pytest.mark.parametrize("has_attributes", [True, False])
+def test_factors_of_seurat_are_read_as_texts(
+    has_attributes: bool, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    path = seurat(counts, tmp_path / "seurat.h5ad", counts, counts)
+    codes = np.arange(230) % 3
+    with h5py.File(path, "a") as file:
+        # TransferDF of SeuratDisk: codes from 0, NA is the smallest integer, texts beside them
+        obs = file["obs"]
+        obs["ct"] = np.where(codes == 2, np.iinfo(np.int32).min, codes).astype(np.int32)
+        obs["__categories/ct"] = np.array(["B", "T"], h5py.string_dtype())
+        obs["n"] = codes
+        obs.attrs["column-order"] = ["ct", "n"]
+        obs.attrs["encoding-version"] = "0.1.0"
+        if not has_attributes:
+            for name in [*obs.attrs]:
+                del obs.attrs[name]
+    with open_counts(path) as reader:
+        labels = reader.obs["ct"]
+        assert labels.isna().tolist() == (codes == 2).tolist()
+        assert labels[codes < 2].tolist() == [["B", "T"][code] for code in codes[codes < 2]]
+        assert reader.obs["n"].tolist() == codes.tolist()
+        assert reader.obs_names.tolist() == OBS.index.tolist()
+    with h5py.File(path, "a") as file:
+        file["obs/ct"][0] = 2
+    assert "/obs cannot be read: " in refusal(path)
+
+
 def test_a_file_without_counts_describes_each_matrix(counts: sp.csr_matrix, tmp_path: Path) -> None:
     logs = logs_of(counts, 1e4)
     scaled = sp.csr_matrix(logs.toarray() - 0.5)

@@ -10,6 +10,7 @@ import pandas as pd
 from anndata.io import read_elem
 
 from cellmill.data.arrays import named_frame, text_index
+from cellmill.data.inputs.containers import members
 from cellmill.data.inputs.h5 import decode, one_line
 from cellmill.data.inputs.matrices import is_array
 from cellmill.data.inputs.source import StoredObs
@@ -49,6 +50,8 @@ def read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
                 frame = _plain_frame(file[name])
             else:
                 frame = read_elem(file[name])
+            if isinstance(frame, pd.DataFrame):
+                frame = _with_levels(file[name], frame)
     except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise
         raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
     if not isinstance(frame, pd.DataFrame):
@@ -99,6 +102,21 @@ def _plain_frame(group: Any) -> pd.DataFrame:
         raise ValueError("expected a data frame, got a group without a column of names")
     names = columns.pop(index[0])
     return named_frame(names, columns)
+
+
+def _with_levels(stored: Any, frame: pd.DataFrame) -> pd.DataFrame:
+    """Replace the codes of R's factors by their texts.
+
+    SeuratDisk writes the texts as anndata 0.7 did, in the group `__categories`. But it does not name
+    them in an attribute of the codes, so anndata reads numbers.
+    """
+    levels = {}
+    for name in [] if is_array(stored) else members(stored, "__categories"):
+        if name in frame and frame[name].dtype.kind in "iu":
+            codes = frame[name].to_numpy()  # of a missing value: below 0
+            texts = _decoded(stored[f"__categories/{name}"][()])
+            levels[name] = pd.Categorical.from_codes(np.where(codes < 0, -1, codes), texts)
+    return frame.assign(**levels)
 
 
 def _decoded(values: Any) -> np.ndarray:
