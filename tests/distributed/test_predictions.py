@@ -145,11 +145,13 @@ def test_cells_below_the_threshold_get_no_label(
         "--options",
     ]
     config = json.loads((model / "config.json").read_text())
-    config["classifier"]["calibration"]["accuracy_above"] = [0.5, 0.75, None]
+    config["classifier"]["calibration"]["accuracy_above"] = [0.5, 0.7509, None]
     (model / "config.json").write_text(json.dumps(config))
     assert main([*given, '{"embed": {}, "predict": {"min_accuracy": 0.9}}']) == 2
     message = "predict.min_accuracy 0.9: no threshold reaches it on the validation cells, the best has 0.750; lower it"
     assert message in capsys.readouterr().err
+    assert main([*given, '{"embed": {}, "predict": {"min_accuracy": 0.751}}']) == 2
+    assert "the best has 0.750; lower it" in capsys.readouterr().err
     assert main([*given, '{"embed": {}, "predict": {"min_accuracy": 0.7}}']) == 0
     assert ad.read_h5ad(tmp_path / "b.h5ad").uns["cellmill_prediction"]["min_probability"] == 0.01
 

@@ -127,6 +127,42 @@ def test_blocks_have_the_values_of_the_whole(
     np.testing.assert_allclose(in_blocks.X, whole.X, atol=5e-5)
 
 
+def test_a_token_budget_bounds_each_pass(
+    context: Context, corpus: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, ids = _genes(context)
+    cells = _cells_without(columns, corpus["cells"])
+    model = cellmill.load(_folder(context))
+    embed = model._model.embed
+    n_tokens: list[int] = []
+
+    def record(batch: Any) -> Any:
+        n_tokens.append(len(batch.token_ids))
+        return embed(batch)
+
+    monkeypatch.setattr(model._model, "embed", record)
+    whole = model.impute(cells, ids[:9])
+    largest = max(n_tokens)
+    n_tokens.clear()
+    in_passes = model.impute(cells, ids[:9], token_budget=largest // 2)
+    assert 0 < max(n_tokens) <= largest // 2
+    np.testing.assert_allclose(in_passes.X, whole.X, atol=5e-5)
+
+
+def test_a_file_of_few_genes_says_so_of_its_values(
+    context: Context, corpus: dict[str, Path]
+) -> None:
+    _, ids = _genes(context)
+    cells = _cells_without(np.arange(20, 10_000), corpus["cells"])
+    model = cellmill.load(_folder(context))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.impute(cells, ids[:9], min_expressed_frac=0.0)
+    (line,) = [str(each.message) for each in caught if "it measures" in str(each.message)]
+    assert line.startswith("adata: it measures 20 of the model's ")
+    assert line.endswith(": predicted values are less certain")
+
+
 def test_the_command_writes_what_python_gives(
     context: Context,
     corpus: dict[str, Path],
@@ -203,7 +239,7 @@ def test_what_cannot_be_imputed_is_refused_in_a_line(
     with pytest.raises(DataError, match=r"it measures all 2 named genes; name some that it lacks$"):
         model.impute(cells, [*cells.var_names[:2]])
     with pytest.raises(
-        DataError, match=r"measures all of the model's genes, none is left to predict$"
+        DataError, match=r"measures all of the model's genes: none is left to predict$"
     ):
         model.impute(open_cells(corpus["cells"]))
     with pytest.raises(

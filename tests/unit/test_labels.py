@@ -407,6 +407,19 @@ def test_heads_that_were_trained_so_predict_nothing(objective: str, find: Any) -
         find(initialized(spec(GENES, tokens, levels, **options, embed_layer=-1)))
 
 
+@pytest.mark.parametrize("option", ["min_probability", "min_accuracy"])
+def test_numbers_have_no_threshold(option: str) -> None:
+    regression = {"target_column": "a", "target_mean": 0.0, "target_std": 1.0}
+    family = {"family": "profile", "hidden": 8, "layers": 1}
+    options = family | {"objective": "regression"} | regression
+    model = initialized(spec(GENES, TOKENS, {}, **options))
+    assert choose_thresholds(model, {}, Predict(), "a") == {}
+    with refused(
+        f"predict.{option}: the model predicts numbers only, which have no threshold; leave it out"
+    ):
+        choose_thresholds(model, {}, Predict(**{option: 0.9}), "a")
+
+
 @pytest.mark.parametrize("name", ["masked_gene", "masked_value"])
 def test_masked_tokens_suit_any_block_of_the_vector(name: str) -> None:
     EARLIER_BLOCK.check_with(ObjectiveConfig.model_validate({"name": name}), TOKENS)

@@ -54,5 +54,5 @@ def impute(
             f"{path.stem}: on validation cells of the model, with a fifth of the genes hidden, the correlation of a "
             f"hidden gene over cells was {about['validation_correlation']:.2f} on average"
         )
-    for line in imputer.limits(described):
+    for line in imputer.describe_limits(described):
         print(f"{path.stem}: {line}")

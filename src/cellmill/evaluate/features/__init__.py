@@ -1,1 +1,4 @@
-"""Features of cells, and what they are made from: components, chosen genes, products, neighbours."""
+"""Features of cells and genes, and what they are made from.
+
+These are principal components, chosen genes, dot products of cells, and nearest neighbours.
+"""

@@ -1,4 +1,4 @@
-"""Features of cells made from their counts: the embedding and the baselines."""
+"""Features of cells that are made from their counts: the embedding, and baselines to compare it with."""
 
 from typing import Any
 
@@ -19,15 +19,16 @@ from cellmill.evaluate.task import Context
 from cellmill.models.family import Model
 from cellmill.runs.results import ScoredMethod
 
-TOKEN_BUDGET = 16_384  # tokens in one forward pass of a task; results do not depend on it
-ROW_BLOCK = 4096  # cells read at once
-TOKENIZED_CELLS = 512  # cells tokenized at once
+TOKEN_BUDGET = 16_384  # at most this many tokens in one pass of the model; changes only rounding
+ROW_BLOCK = 4096  # at most this many cells are read at once
+TOKENIZED_CELLS = 512  # at most this many cells are tokenized at once
 
 
 def cell_features(context: Context, cells: np.ndarray) -> Features:
-    """Features of `cells` (indices, ascending), including embeddings by models of other packages.
+    """Compute the features of `cells` (indices, ascending), `(cells, width)` by method.
 
-    Consecutive tasks of one process that read the same cells share the arrays: do not change them.
+    Embeddings by models of other packages are among the methods. Consecutive tasks of a process that read
+    the same cells share the arrays: do not change the arrays.
     """
     features = context.feature_cache.find(_sources(context), cells)
     if features is None:
@@ -36,12 +37,13 @@ def cell_features(context: Context, cells: np.ndarray) -> Features:
         for name, vectors in context.external.items():
             features[ScoredMethod(f"external: {name}", kind="external")] = vectors[cells]
         context.feature_cache.keep(_sources(context), cells, features)
-    return {**features}
+    return {**features}  # a copy, because a task may add methods
 
 
 def cell_profiles(context: Context, cells: np.ndarray) -> sp.csr_matrix:
-    """Log-normalised counts of `cells` (indices, ascending): feature ALL_GENES of `cell_features`,
-    without the others.
+    """Log-normalised counts of `cells` (indices, ascending), `(cells, genes)`.
+
+    The matrix is feature ALL_GENES of `cell_features`. The other features are not computed.
     """
     kept = context.feature_cache.find(_sources(context), cells)
     if kept is not None:
@@ -51,7 +53,7 @@ def cell_profiles(context: Context, cells: np.ndarray) -> sp.csr_matrix:
 
 
 def _sources(context: Context) -> tuple[Any, ...]:
-    """Everything that features of cells are computed from."""
+    """Everything that the features of cells are computed from."""
     return context.reader, context.vectors, context.model, context.external
 
 
@@ -61,10 +63,9 @@ def compute_features(
     counts: sp.csr_matrix,
     embedding: np.ndarray | None = None,
 ) -> Features:
-    """Features of `cells` (indices) with these `counts`, `(cells, width)` by method; only the feature
-    ALL_GENES is sparse.
+    """Compute the features of `cells` (indices) from their `counts`, `(cells, width)` by method.
 
-    The `embedding` is computed unless it is given.
+    Only the feature ALL_GENES is sparse. The `embedding` is computed unless it is given.
     """
     model = context.model
     columns = context.gene_columns
@@ -83,8 +84,9 @@ def compute_features(
 def embed_counts(
     context: Context, cells: np.ndarray, counts: sp.csr_matrix, network: Model
 ) -> np.ndarray:
-    """Vectors of `cells` (indices) with these `counts`, `(cells, hidden)` float32; zeros for cells
-    without tokens.
+    """Compute the vectors of `cells` (indices) from their `counts`, `(cells, hidden)` float32.
+
+    A cell without tokens has zeros.
     """
     model = context.model
     n_cells = counts.shape[0]
@@ -99,7 +101,7 @@ def embed_counts(
 
 
 def keep_columns(counts: sp.csr_matrix, is_kept: np.ndarray) -> sp.csr_matrix:
-    """Counts, set to 0 in the columns where `is_kept`, bool `(columns,)`, is False."""
+    """Return the counts with 0 in all columns where `is_kept`, `(columns,)` bool, is False."""
     changed = counts.copy()
     changed.data = counts.data * is_kept[counts.indices].astype(counts.dtype)
     changed.eliminate_zeros()
@@ -107,7 +109,7 @@ def keep_columns(counts: sp.csr_matrix, is_kept: np.ndarray) -> sp.csr_matrix:
 
 
 def read_rows(reader: CountsReader, cells: np.ndarray) -> sp.csr_matrix:
-    """Counts of the cells with these indices, in the order of the file."""
+    """Read the counts of `cells` (indices), `(cells, columns)`, in the order of the file."""
     is_read = np.isin(np.arange(reader.n_obs), cells)
     blocks = []
     first = 0

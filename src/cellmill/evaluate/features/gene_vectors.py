@@ -1,5 +1,7 @@
-"""Features of genes: their vectors in a model, the loadings of principal components, and statistics of
-their expression.
+"""Features of genes that tasks on genes compare.
+
+A gene has a vector in a model, a row of loadings of principal components, and statistics of its
+expression.
 """
 
 from dataclasses import replace
@@ -24,10 +26,11 @@ RANDOM = ScoredMethod("random vectors")
 
 
 def gene_vectors(model: EvaluatedModel) -> ByMethod:
-    """Vectors of the vocabulary's genes, (genes, width), by method; empty for a model without any.
+    """Vectors of the vocabulary's genes, (genes, width), by method.
 
-    Methods are the input and the decoder of the model, the same tables of the untrained model, and
-    random vectors as wide as the model's first table.
+    A model has a table of gene vectors at its input, in its decoder, or in both. Each table of the model
+    is a method, and so is the same table of the untrained model. A further method has random vectors,
+    which are as wide as the model's first table. The result is empty if the model has no such table.
     """
     vectors = {}
     for name, table in _read_tables(model.network).items():
@@ -43,41 +46,47 @@ def gene_vectors(model: EvaluatedModel) -> ByMethod:
 
 @torch.no_grad()
 def _read_tables(network: Model) -> dict[str, np.ndarray]:
-    """Tables with a row for each gene, (genes, width), by name."""
+    """Tables of `network` that have a vector for each gene, (genes, width) float32, by name."""
     tables = {}
     parameters = dict(network.named_parameters())
     table = getattr(getattr(network, "gene_embedding", None), "weight", None)
     if table is not None:
-        # a model with given gene vectors adds their projection to its own
+        # a model that was given gene vectors adds their projection to the vectors that it learns
         given_vectors = getattr(network, "gene_vectors", None)
         if given_vectors is not None:
             table = table + given_vectors.project(given_vectors.table.weight)
         tables[GENE_VECTORS.features] = table
     for name in sorted(network.objective.gene_rows):
         parameter = parameters.get(name)
-        # a bias has no vectors
+        # a bias also has a row for each gene, but a single number is not a vector
         if parameter is not None and parameter.ndim == 2 and parameter.shape[1] > 1:
             module = name.removesuffix(".weight")
             tables[f"{GENE_VECTORS.features}, {module}"] = parameter
+    # the first rows of a table belong to special tokens
     return {name: table[len(SPECIAL) :].float().cpu().numpy() for name, table in tables.items()}
 
 
 def scaled_loadings(components: PrincipalComponents) -> np.ndarray:
-    """(genes, components) float64: each component in units of its standard deviation over cells."""
-    sd = np.sqrt(components.explained_variance_)
-    return np.asarray(components.components_.T * sd)
+    """Loadings of each gene, (genes, components) float64.
+
+    Each column is multiplied by the standard deviation of its component over cells.
+    """
+    standard_deviations = np.sqrt(components.explained_variance_)
+    return np.asarray(components.components_.T * standard_deviations)
 
 
 def expression_statistics(profiles: sp.csr_matrix) -> np.ndarray:
-    """(genes, 3) float64: mean, standard deviation and share of cells with the gene, of profiles
-    (cells, genes).
+    """Three statistics of each gene in `profiles`, (cells, genes).
+
+    Returns (genes, 3) float64: the mean, the standard deviation, and the share of cells that express
+    the gene.
     """
     n_cells, n_genes = profiles.shape
     values = profiles.astype(np.float64)
-    mean = np.asarray(values.mean(axis=0)).ravel()
-    mean_square = np.asarray(values.multiply(values).mean(axis=0)).ravel()
-    # rounding can make the variance of a constant negative
-    sd = np.sqrt(np.maximum(mean_square - mean**2, 0))
-    expressed = profiles.indices[profiles.data > 0]
-    detected = np.bincount(expressed, minlength=n_genes) / n_cells
-    return np.stack([mean, sd, detected], axis=1)
+    means = np.asarray(values.mean(axis=0)).ravel()
+    mean_squares = np.asarray(values.multiply(values).mean(axis=0)).ravel()
+    # rounding can make the variance of a constant gene negative
+    standard_deviations = np.sqrt(np.maximum(mean_squares - means**2, 0))
+    expressed_genes = profiles.indices[profiles.data > 0]
+    expressing_fracs = np.bincount(expressed_genes, minlength=n_genes) / n_cells
+    return np.stack([means, standard_deviations, expressing_fracs], axis=1)

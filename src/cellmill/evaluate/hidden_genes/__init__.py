@@ -1,1 +1,1 @@
-"""Expression of genes that are hidden from a model: its decoder, and the ridge regression of an export."""
+"""Prediction of genes that are hidden from a model, by its decoder and by the ridge regression of an export."""

@@ -1,7 +1,8 @@
-"""Hidden genes predicted by the decoder of a model.
+"""Prediction of hidden genes by the decoder of a model.
 
-An objective that decodes the vector of a cell predicts from it (`cell_decoding`, `query_decoding`).
-`masked_value` predicts tokens of the hidden genes, which are added to the tokens of visible genes.
+Objectives `cell_decoding` and `query_decoding` predict the hidden genes from the vector of a cell.
+Objective `masked_value` predicts from tokens: a masked token of each hidden gene is added to the tokens
+of the visible genes.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
 """
@@ -27,18 +28,19 @@ from cellmill.models.objectives.query_decoding import QueryDecoding
 from cellmill.models.objectives.shared.masking import MaskedBatch
 from cellmill.parallel.vocab_parallel import token_logits
 
-DECODED_CELLS = 256  # cells whose profiles are decoded at once
-QUERIED_CELLS = 32  # cells that are queried at once
-# hidden genes that masked_value predicts in one pass: about the share of a cell that training masks
+DECODED_CELLS = 256  # at most this many cells are decoded at once by cell_decoding
+QUERIED_CELLS = 32  # at most this many cells are decoded at once by query_decoding
+# masked_value predicts at most this many hidden genes in one pass: about as many genes of a cell as
+# training masks
 MASKED_GENES = 64
-MASKED_TOKENS = 16_384  # tokens of visible genes in such a pass
+MIN_SUM = 1e-9  # shares and depths that divide are at least this, so that no division is by 0
 
 
 def decode_expression(cells: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarray | None:
-    """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, predicted by the model. `vectors`,
-    (C, H), are the embeddings of the visible genes, which some objectives decode.
+    """Predict log(1 + counts per 10,000) of the hidden genes, (C, G) float32.
 
-    None for a model that predicts no expression.
+    `vectors`, (C, H), are the embeddings of the visible part of the cells. Some objectives decode them.
+    Returns None for a model that predicts no expression.
     """
     objective = find_decoding_objective(cells.network)
     with inference_mode(cells.device, cells.precision):
@@ -52,16 +54,16 @@ def decode_expression(cells: PartlyHiddenCells, vectors: np.ndarray) -> np.ndarr
 
 
 def find_decoding_objective(network: Model) -> CellDecoding | QueryDecoding | MaskedValue | None:
-    """The objective, or the part of a sum, that predicts expression; None without one.
+    """Return the objective, or the part of a sum, that predicts expression; None if there is none.
 
-    Raises ConfigError as `check_heads`.
+    Raises ConfigError if the decoder would get vectors of another block than in training.
     """
     objective = network.objective
     for part in objective.parts_by_name().values():
         if isinstance(part, CellDecoding | QueryDecoding):
             check_heads(network)
             return part
-    # not a part of a sum, because a sum may draw a view of the cell
+    # masked_value counts only on its own: as a part of a sum it may read a view of the cell
     if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
         return objective
     return None
@@ -70,7 +72,7 @@ def find_decoding_objective(network: Model) -> CellDecoding | QueryDecoding | Ma
 def _decode_profiles(
     cells: PartlyHiddenCells, vectors: np.ndarray, objective: CellDecoding
 ) -> np.ndarray:
-    """(C, G) float32: expression from the profile that the decoder predicts for each vector."""
+    """Predict the expression of the hidden genes, (C, G) float32, from a profile decoded from each vector."""
     network = cells.network
     device = cells.device
     genes = cells.visible_and_hidden_genes
@@ -82,7 +84,7 @@ def _decode_profiles(
         block = slice(block_start, block_start + DECODED_CELLS)
         predicted = network.decoder(torch.from_numpy(vectors[block]).to(device))
         logits = token_logits(predicted, network.profile_genes.weight, network.profile_bias)
-        # shares of the visible and hidden genes sum to 1
+        # the shares of the visible and hidden genes together sum to 1
         shares = logits[:, tokens].double().softmax(1)
         hidden_shares = shares.cpu().numpy()[:, hidden_columns]
         if objective.predicts_log_counts:
@@ -93,31 +95,37 @@ def _decode_profiles(
 
 
 def expression_from_count_shares(shares: np.ndarray, visible: sp.csr_matrix) -> np.ndarray:
-    """(C, G) float64: expected log(1 + counts per 10,000) of hidden genes whose counts are Poisson.
+    """Expected log(1 + counts per 10,000) of the hidden genes, (C, G) float64.
 
-    `shares`, (C, G), are their predicted shares of a cell's counts. The `visible` counts, (C, V), are
-    the rest of these.
+    `shares`, (C, G), are the predicted shares of the hidden genes in all counts of a cell. `visible`, (C,
+    V), has the counts of the visible genes, which have the rest of the shares. The count of a hidden gene
+    is taken to be Poisson distributed.
     """
-    visible_share = np.maximum(1 - shares.sum(1), 1e-9)
+    visible_share = np.maximum(1 - shares.sum(1), MIN_SUM)
     visible_depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
+    # expected counts of the hidden genes, if the visible share has the visible counts
     counts = shares * (visible_depth / visible_share)[:, None]
     depth = visible_depth + counts.sum(1)
-    shares_of_all = counts / np.maximum(depth, 1e-9)[:, None]
-    # the logarithm of an expectation would be far larger
+    shares_of_all = counts / np.maximum(depth, MIN_SUM)[:, None]
+    # not the logarithm of the expected count, which would be far larger
     return expected_log_expression(shares_of_all, depth)
 
 
 def expression_from_log_shares(shares: np.ndarray, visible: sp.csr_matrix) -> np.ndarray:
-    """(C, G) float64: log(1 + counts per 10,000) of hidden genes.
+    """Predicted log(1 + counts per 10,000) of the hidden genes, (C, G) float64.
 
-    `shares`, (C, G), are their predicted shares of the sum of a cell's log(1 + count). The genes with
-    the `visible` counts, (C, V), have the rest. The shares are used as shares of the sum of
-    log(1 + counts per 10,000), so a cell's depth enters through the visible genes only.
+    `shares`, (C, G), are the predicted shares of the hidden genes in the sum of a cell's log(1 + count).
+    `visible`, (C, V), has the counts of the visible genes, which have the rest of the shares.
+
+    Training measures shares of log(1 + count). Here they are used as shares of the sum of
+    log(1 + counts per 10,000). So the depth of a cell enters through the visible genes only.
     """
-    visible_share = np.maximum(1 - shares.sum(1), 1e-9)
+    visible_share = np.maximum(1 - shares.sum(1), MIN_SUM)
     visible_depth = np.asarray(visible.sum(axis=1, dtype=np.float64)).ravel()
-    per_count = TARGET_SUM * visible_share / np.maximum(visible_depth, 1e-9)
+    # scale the counts so that the visible genes have their share of 10,000
+    per_count = TARGET_SUM * visible_share / np.maximum(visible_depth, MIN_SUM)
     logs = visible.multiply(per_count[:, None]).tocsr().log1p()
+    # the sum over all genes is the visible sum divided by the visible share
     log_sum = np.asarray(logs.sum(axis=1)).ravel()
     return np.asarray(shares * (log_sum / visible_share)[:, None])
 
@@ -125,13 +133,13 @@ def expression_from_log_shares(shares: np.ndarray, visible: sp.csr_matrix) -> np
 def _query_genes(
     cells: PartlyHiddenCells, vectors: np.ndarray, objective: QueryDecoding
 ) -> np.ndarray:
-    """(C, G) float32: expression that the decoder predicts for a query of each hidden gene."""
+    """Predict the expression of the hidden genes, (C, G) float32, by a query of each cell and gene."""
     network = cells.network
     device = cells.device
     genes = torch.from_numpy(cells.hidden_genes + len(SPECIAL)).to(device)
     blocks = []
     for block in torch.from_numpy(vectors).split(QUERIED_CELLS):
-        # (cells * G,): cell and gene of each query
+        # cell and gene of each query, (cells of the block * G,)
         n_cells = len(block)
         cell = torch.arange(n_cells, device=device).repeat_interleave(len(genes))
         gene = genes.repeat(n_cells)
@@ -142,14 +150,17 @@ def _query_genes(
 
 
 def _predict_masked(cells: PartlyHiddenCells, objective: MaskedValue) -> np.ndarray:
-    """(C, G) float32: expression of masked tokens that are added to the visible tokens."""
+    """Predict the expression of the hidden genes, (C, G) float32, by masked tokens.
+
+    A cell without a visible token has 0.
+    """
     network = cells.network
     device = cells.device
     genes = torch.from_numpy(cells.hidden_genes + len(SPECIAL))
     n_cells = cells.counts.shape[0]
     values = np.zeros((n_cells, len(genes)), np.float32)
     for batch in cells.tokenize():
-        for micro_batch in split_batch(batch, MASKED_TOKENS):
+        for micro_batch in split_batch(batch, cells.token_budget):
             tensors = to_tensors(micro_batch, device)
             for first in range(0, len(genes), MASKED_GENES):
                 chosen = slice(first, first + MASKED_GENES)
@@ -162,18 +173,19 @@ def _predict_masked(cells: PartlyHiddenCells, objective: MaskedValue) -> np.ndar
 
 
 def _add_masked(network: Model, batch: Batch, genes: torch.Tensor) -> MaskedBatch:
-    """The cells with tokens of `genes`, which no cell has, after their own tokens; the values of
-    the added tokens are hidden.
+    """Add a token of each of `genes` to the end of every cell, and hide the values of these tokens.
+
+    `genes` are token ids. No cell may have a token of them before.
     """
     n_genes = len(genes)
     extended = add_tokens(batch, 0, n_genes, PAD_TOKEN)
-    # positions of the added tokens: the last of each cell
+    # positions of the added tokens, (cells, genes): the last tokens of each cell
     ends = extended.cu_seqlens[1:, None].long()
     positions = ends - n_genes + torch.arange(n_genes, device=ends.device)
     genes_of_cells = genes.repeat(len(batch.lengths))
-    tokens = extended.token_ids.index_copy(0, positions.flatten(), genes_of_cells)
-    # the view adds the family's own tokens
-    view = network.view(replace(extended, token_ids=tokens), seed=0, step=0)
+    token_ids = extended.token_ids.index_copy(0, positions.flatten(), genes_of_cells)
+    # the view adds tokens that the model's family needs, so the positions have changed
+    view = network.view(replace(extended, token_ids=token_ids), seed=0, step=0)
     is_added = torch.isin(view.token_ids, genes)
     target_tokens = is_added.nonzero().flatten()
     return MaskedBatch.from_batch(

@@ -1,4 +1,7 @@
-"""Fit of the ridge regression that an export has next to its decoder, at stage consolidate."""
+"""Fit of the ridge regression that stage consolidate exports next to a decoder.
+
+Legend: C cells, G hidden genes.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,22 +28,25 @@ from cellmill.evaluate.hidden_genes.ridge import GeneRidge
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.training_shards import read_counts
 
-# training cells used at most; shards are shuffled, so the first cells are a random sample
+# at most this many training cells are used; shards are shuffled, so the first are a random sample
 MAX_TRAINING_CELLS = 20_000
-MIN_REGRESSION_CELLS = 4  # cells, or genes, that a regression needs
-VALIDATION_CELLS = 500  # used at most
-PARTS = 5  # parts of the genes, hidden in turn
-NOISES = 2.0 ** np.arange(8)  # in units of the mean residual variance of a gene
-NOISE_WITHOUT_VALIDATION = 8.0  # the choice on most datasets of docs/quality.md
-WEIGHTS = np.arange(11) / 10  # of the decoder
-GROUPS = ("dataset", "donor", "batch")  # obs columns within whose levels correlations are computed
+MIN_REGRESSION_CELLS = 4  # a regression needs at least this many cells, and this many genes
+VALIDATION_CELLS = 500  # at most this many validation cells are used
+PARTS = 5  # the genes are divided into this many parts, and each part is hidden once
+NOISES = 2.0 ** np.arange(8)  # noises to choose from: multiples of the fitted `GeneRidge.noise`
+# multiple without validation cells: the one that is chosen on most datasets of docs/quality.md
+NOISE_WITHOUT_VALIDATION = 8.0
+WEIGHTS = np.arange(11) / 10  # weights of the decoder to choose from
+GROUPS = ("dataset", "donor", "batch")  # obs columns; correlations are over cells of equal levels
+ROUNDING = 1e-6  # a centred value below this fraction of the value is a rounding error
 
 
 def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
-    """Fit to the training cells, and choose noise and decoder_weight on validation cells.
+    """Fit to the training cells, and choose noise and decoder_weight on the validation cells.
 
-    Without enough of these, or if no gene varies within a group of them, the noise is
-    NOISE_WITHOUT_VALIDATION. None for too few training cells.
+    If there are too few validation cells, or if no gene varies within a group of them, the noise is
+    NOISE_WITHOUT_VALIDATION and the weight stays 0.5. Returns None if there are too few training cells or
+    genes.
     """
     with threadpool_limits(1):  # sums in one order: the same bits on any number of cores
         counts = read_counts(model.manifest, MAX_TRAINING_CELLS)
@@ -58,9 +64,10 @@ def fit_ridge(model: EvaluatedModel) -> GeneRidge | None:
 
 
 def _group_cells(manifest: Manifest, n_cells: int) -> np.ndarray:
-    """(C,) int64: group of each of the first validation cells: cells of one dataset, donor and batch.
+    """Number the groups of the first `n_cells` validation cells, (C,) int64.
 
-    Task imputation scores within larger groups, its folds of donors or batches.
+    A group is the cells of one dataset, donor and batch. Task imputation scores within larger groups,
+    which are folds of donors or batches.
     """
     columns = [name for name in GROUPS if name in manifest.obs_levels]
     levels = CellColumns(manifest, "val", "levels", columns)[:n_cells]
@@ -70,7 +77,7 @@ def _group_cells(manifest: Manifest, n_cells: int) -> np.ndarray:
 
 @contextmanager
 def _open_validation(model: EvaluatedModel) -> Iterator[Context]:
-    """Validation cells as a dataset."""
+    """Open the first validation cells as a dataset under evaluation."""
     counts = read_counts(model.manifest, VALIDATION_CELLS, "val")
     var = pd.DataFrame(index=model.vocabulary.gene_ids)
     adata = import_module("anndata").AnnData(counts, var=var)
@@ -85,15 +92,17 @@ def _open_validation(model: EvaluatedModel) -> Iterator[Context]:
 def _choose_noise_and_weight(
     ridge: GeneRidge, context: Context, group: np.ndarray
 ) -> GeneRidge | None:
-    """The regression with the noise and the weight of the largest mean correlation of hidden genes
-    over cells, within each `group`, (C,) int64. None if no gene varies within a group.
+    """Return the regression with the noise and the decoder's weight that predict hidden genes best.
+
+    The measure is the mean over genes of the correlation over cells. It is computed within each `group`,
+    (C,) int64. Returns None if no gene varies within a group.
     """
     genes = context.measured_genes
     part_of_gene = seeded(context.model.seed, draws.RIDGE_PARTS).permutation(len(genes)) % PARTS
     every_cell = np.arange(context.reader.n_obs)
     counts = read_rows(context.reader, every_cell)
-    scores = np.zeros((len(NOISES), len(WEIGHTS)))
-    n_varying = 0  # genes that have a correlation
+    scores = np.zeros((len(NOISES), len(WEIGHTS)))  # sums over genes of their correlations
+    n_varying = 0  # genes that vary within a group, and so have a correlation
     for part in range(PARTS):
         hidden_genes = genes[part_of_gene == part]
         cells = PartlyHiddenCells.from_context(context, every_cell, counts, hidden_genes)
@@ -110,24 +119,28 @@ def _choose_noise_and_weight(
     best, column = np.unravel_index(scores.argmax(), scores.shape)
     noise = ridge.noise * np.float32(NOISES[best])
     weight = np.array([WEIGHTS[column]], np.float32)
-    # a gene is hidden once
+    # each gene was hidden in one part, so the sum has one correlation of each gene
     correlation = float(scores.max() / n_varying)
     return replace(ridge, noise=noise, decoder_weight=weight, validation_correlation=correlation)
 
 
 def _centre(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """(C, G): values minus the gene's mean over the cells of the group; 0 for rounding errors."""
+    """Subtract each gene's mean over the cells of a group: (C, G). Rounding errors become 0."""
     groups = range(group.max() + 1)
     means = np.stack([values[group == number].mean(0) for number in groups])
     centred = values - means[group]
-    is_rounding = np.abs(centred) <= 1e-6 * np.abs(values)
+    is_rounding = np.abs(centred) <= ROUNDING * np.abs(values)
     return np.where(is_rounding, 0, centred)
 
 
 def _score_weights(decoded: np.ndarray, by_ridge: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """(weights,): sum over genes of the correlation between the weighted mean and the true expression,
-    all (C, G) with means of 0; 0 for a gene without a correlation.
+    """Score each of WEIGHTS by the sum over genes of a correlation, (weights,).
+
+    The correlation is between the weighted mean of `decoded` and `by_ridge`, and the `true` expression.
+    All are (C, G), with means of 0. A gene without a correlation adds 0.
     """
+    # variance of the weighted mean and its covariance with the true expression, (weights, G), from
+    # the products of the parts
     weight = WEIGHTS[:, None]
     rest = 1 - weight
     covariance = weight * _dot(decoded, true)
@@ -141,5 +154,5 @@ def _score_weights(decoded: np.ndarray, by_ridge: np.ndarray, true: np.ndarray) 
 
 
 def _dot(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(G,) float64: sum over cells of the products."""
+    """Sum over cells of the products of two arrays, (C, G): (G,) float64."""
     return np.einsum("cg,cg->g", first, second, dtype=np.float64)

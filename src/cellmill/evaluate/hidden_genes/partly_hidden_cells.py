@@ -29,16 +29,17 @@ from cellmill.models.family import Model
 
 @dataclass(frozen=True)
 class PartlyHiddenCells:
-    """Counts of some cells, and the genes that are hidden in all of them from a model."""
+    """Counts of some cells, and genes that are hidden from a model in all of these cells."""
 
-    network: Any  # the model; which parts it has depends on its family and objective
+    network: Any  # the model; untyped, because its heads depend on its family and objective
     vocabulary: Vocabulary
     token_options: Tokens
-    precision: str
-    gene_columns: GeneColumns  # columns of `counts` as rows of the vocabulary
-    counts: sp.csr_matrix  # (C, columns of the file), with the hidden genes
+    precision: str  # number format of the model's passes
+    gene_columns: GeneColumns  # says which row of the vocabulary each column of `counts` is
+    counts: sp.csr_matrix  # (C, columns of the file), hidden genes included
     hidden_genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
     levels: np.ndarray | None  # (C, obs columns): level codes that the model reads, if any
+    token_budget: int = TOKEN_BUDGET  # at most this many tokens in a pass; changes only rounding
 
     @classmethod
     def from_context(
@@ -48,7 +49,7 @@ class PartlyHiddenCells:
         counts: sp.csr_matrix,
         hidden_genes: np.ndarray,
     ) -> Self:
-        """Hide genes of `cells` (indices) with these `counts` from the evaluated model."""
+        """Hide genes from the evaluated model. The `cells` (indices) have these `counts`."""
         model = context.model
         return cls(
             model.network,
@@ -63,7 +64,7 @@ class PartlyHiddenCells:
 
     @cached_property
     def visible_and_hidden_genes(self) -> np.ndarray:
-        """Rows of the genes that have a column or are hidden, ascending; int64."""
+        """Rows of the vocabulary's genes that have a column or are hidden, (genes,) int64, ascending."""
         target = self.gene_columns.target
         return np.union1d(target[target >= 0], self.hidden_genes)
 
@@ -74,34 +75,35 @@ class PartlyHiddenCells:
 
     @cached_property
     def visible_file_counts(self) -> sp.csr_matrix:
-        """(C, columns of the file): counts of the visible genes."""
+        """Counts of the visible genes, (C, columns of the file); columns of hidden genes have 0."""
         is_hidden = np.isin(self.gene_columns.target, self.hidden_genes)
         return keep_columns(self.counts, ~is_hidden)
 
     @cached_property
     def visible_counts(self) -> sp.csr_matrix:
-        """(C, V): counts of the visible genes that the model knows."""
+        """Counts of the visible genes that the model knows, (C, V)."""
         return self._select_known(self.visible_file_counts)
 
     @cached_property
     def visible_profiles(self) -> sp.csr_matrix:
-        """(C, V) float32: log(1 + counts per 10,000) of the visible genes that the model knows."""
+        """log(1 + counts per 10,000) of the visible genes that the model knows, (C, V) float32."""
         return log_normalise(self.visible_counts)
 
     @cached_property
     def hidden_expression(self) -> np.ndarray:
-        """(C, G) float32: log(1 + counts per 10,000) of the hidden genes, where 10,000 is the sum
-        over all genes that the model knows.
+        """True expression of the hidden genes, (C, G) float32: log(1 + counts per 10,000).
+
+        The 10,000 are the sum over all genes that the model knows.
         """
         profiles = log_normalise(self._select_known(self.counts))
         return np.asarray(profiles[:, self.hidden_genes].toarray())
 
     def _select_known(self, counts: sp.csr_matrix) -> sp.csr_matrix:
-        """(C, V): counts (C, columns of the file) of the genes that the model knows."""
+        """Take the genes that the model knows from `counts`, (C, columns of the file): (C, V)."""
         return select_columns(counts, self.gene_columns.target, self.vocabulary.n_genes)
 
     def tokenize(self) -> Iterator[Batch]:
-        """Tokens of the visible genes; cells without any are left out."""
+        """Yield the tokens of the visible genes. A cell without such a token is left out."""
         for batch in tokenize_blocks(
             [self.visible_file_counts],
             self.gene_columns,
@@ -109,29 +111,35 @@ class PartlyHiddenCells:
             self.token_options,
             per_cell={"levels": self.levels},
         ):
-            # removed counts are zeros, which may have tokens too
+            # the removed counts are zeros now, and option tokens.zero_frac makes tokens of zeros
             is_visible = ~np.isin(batch.token_ids, self.hidden_genes + len(SPECIAL))
             yield _keep_tokens(batch, is_visible)
 
     def embed(self, network: Model) -> np.ndarray:
-        """(C, H) float32: vectors of the visible part of each cell; zeros for a cell without any."""
+        """Compute the vectors of the visible part of each cell, (C, H) float32.
+
+        A cell without a visible token has zeros.
+        """
         n_cells = self.counts.shape[0]
-        vectors = embed_batches(self.tokenize(), network, n_cells, TOKEN_BUDGET, self.precision)
+        vectors = embed_batches(
+            self.tokenize(), network, n_cells, self.token_budget, self.precision
+        )
         return np.nan_to_num(vectors)
 
     def predict_by_ridge(
         self, ridge: GeneRidge, noises: Iterable[float] = (1.0,)
     ) -> list[np.ndarray]:
-        """(C, G) float32: expression of the hidden genes, from the visible ones, for each of `noises`,
-        in units of the noise of the regression.
+        """Predict the expression of the hidden genes from the visible genes by a ridge regression.
+
+        Returns one array, (C, G) float32, for each of `noises`. A noise is a multiple of `ridge.noise`.
         """
         visible_genes = np.setdiff1d(self.visible_and_hidden_genes, self.hidden_genes)
         return ridge.predict(self.visible_counts, visible_genes, self.hidden_genes, noises)
 
 
 def _keep_tokens(batch: Batch, is_kept: np.ndarray) -> Batch:
-    """The batch with these tokens only, and the cells that have any."""
-    # (cells + 1,): bounds of each cell among the tokens that are kept
+    """Return the batch with the kept tokens only. A cell without a kept token is left out."""
+    # (cells + 1,): where each cell begins and ends among the kept tokens
     n_before = np.concatenate([[0], np.cumsum(is_kept)])
     bounds = n_before[batch.cu_seqlens].astype(np.int32)
     has_tokens = np.diff(bounds) > 0

@@ -1,9 +1,11 @@
 """Ridge regression that predicts hidden genes together with a model's decoder (`ridge.safetensors`).
 
-Profiles are modelled by probabilistic PCA: the mean profile, plus loadings times the factors of a
-cell, plus noise. The factors are a ridge regression of the visible genes on their loadings, so any
-genes may be hidden. The largest eigenvalues of training cells are too large by the mean of the
-others, which is subtracted. Source: Tipping & Bishop 1999, sections 3.2 and 3.3.
+The regression is a probabilistic PCA. It models the profile of a cell as the mean profile, plus
+loadings times the factors of the cell, plus noise. The factors of a cell are computed by a ridge
+regression of its visible genes on the loadings of these genes. So any genes may be hidden.
+
+The largest eigenvalues of the training cells include noise. Their noise is about the mean of the other
+eigenvalues, which is subtracted from them. Source: Tipping & Bishop 1999, sections 3.2 and 3.3.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, K factors.
 """
@@ -26,43 +28,51 @@ from cellmill.evaluate.features.components import BLOCK, COMPONENTS, pca
 from cellmill.files import sha256_file
 from cellmill.models.export import RIDGE, WeightsFile, write_tensors
 
-TENSORS = ("means", "shares", "loadings", "noise", "decoder_weight")
+TENSORS = ("means", "shares", "loadings", "noise", "decoder_weight")  # tensors of ridge.safetensors
+MIN_SHARE = 1e-9  # a share of genes that divides is at least this
+MIN_DEPTH = 1e-9  # a depth that divides is at least this
+MIN_NOISE = 1e-6  # variance of the noise, at least
+FIRST_WEIGHT = 0.5  # weight of the decoder until `fit_ridge` has chosen another
 
 
 @dataclass(frozen=True)
 class GeneRidge:
-    """Fitted regression, as ridge.safetensors has it; see the module for the model."""
+    """Fitted regression. The docstring of this module describes its model."""
 
-    means: np.ndarray  # (V,) float32: mean log(1 + counts per 10,000)
-    shares: np.ndarray  # (V,) float32: mean share of a gene in the counts of a cell
-    loadings: np.ndarray  # (K, V) float32, for factors of variance 1
-    noise: np.ndarray  # (1,) float32: variance of the noise, the penalty of the regression
-    # (1,) float32: weight of the decoder in the mean of both predictions
+    means: np.ndarray  # (V,) float32: mean log(1 + counts per 10,000) of each gene
+    shares: np.ndarray  # (V,) float32: mean share of each gene in the counts of a cell
+    loadings: np.ndarray  # (K, V) float32, for factors with variance 1
+    noise: np.ndarray  # (1,) float32: variance of the noise, and penalty of the regression
+    # (1,) float32: weight of the decoder in the mean of the decoder and this regression
     decoder_weight: np.ndarray
-    # mean over genes of the correlation between a hidden gene and its weighted prediction, over
-    # validation cells; a fifth of the genes are hidden at a time, and only genes that vary count.
-    # None if none varies, without validation cells, and in older exports
+    # Correlation over validation cells between a hidden gene and its weighted prediction, averaged
+    # over the genes that vary. A fifth of the genes is hidden at a time. None if no gene varies, if
+    # there are too few validation cells, and in older exports.
     validation_correlation: float | None = None
 
     @classmethod
     def fit(cls, counts: sp.csr_matrix) -> Self:
-        """Fit to training cells, counts (C, V); C and V of at least 4."""
+        """Fit to the counts of training cells, (C, V). C and V must be at least 4."""
         profiles = log_normalise(counts)
-        # summed in float64
+        # scikit-learn sums in float64
         means, variances = mean_variance_axis(profiles, axis=0)
+
+        # the first K eigenvalues, and the mean of the other eigenvalues
         rank = min(len(means), profiles.shape[0] - 1)
         components = pca(profiles.shape, min(COMPONENTS, rank // 2)).fit(profiles)
         eigenvalues = components.explained_variance_.astype(np.float64)
         residual = max(variances.sum(dtype=np.float64) - eigenvalues.sum(), 0.0)
-        other_eigenvalues = residual / (rank - len(eigenvalues))
-        lengths = np.sqrt(np.maximum(eigenvalues - other_eigenvalues, 0))
-        n_varying = max(np.count_nonzero(variances), 1)
+        mean_other_eigenvalue = residual / (rank - len(eigenvalues))
+
+        # standard deviation of each component, without noise
+        deviations = np.sqrt(np.maximum(eigenvalues - mean_other_eigenvalue, 0))
+        n_varying_genes = max(np.count_nonzero(variances), 1)
         return cls(
-            means.astype(np.float32),
-            _mean_shares(counts).astype(np.float32),
-            (components.components_ * lengths[:, None]).astype(np.float32),
-            np.array([max(residual / n_varying, 1e-6)], np.float32),
-            np.array([0.5], np.float32),
+            means=means.astype(np.float32),
+            shares=_mean_shares(counts).astype(np.float32),
+            loadings=(components.components_ * deviations[:, None]).astype(np.float32),
+            noise=np.array([max(residual / n_varying_genes, MIN_NOISE)], np.float32),
+            decoder_weight=np.array([FIRST_WEIGHT], np.float32),
         )
 
     def predict(
@@ -72,40 +82,44 @@ class GeneRidge:
         hidden_genes: np.ndarray,
         noises: Iterable[float] = (1.0,),
     ) -> list[np.ndarray]:
-        """One (C, G) float32 array for each of `noises` (multiples of `self.noise`): log(1 + counts per
-        10,000) of the hidden genes, predicted from the counts (C, V) of the visible genes.
+        """Predict the hidden genes from the counts of the visible genes, (C, V).
 
-        `visible_genes` and `hidden_genes` are rows of the vocabulary.
+        Returns one array for each of `noises`, (C, G) float32, in log(1 + counts per 10,000). A noise is a
+        multiple of `self.noise`. `visible_genes` and `hidden_genes` are rows of the vocabulary.
         """
+        # The 10,000 counts of a cell are those of visible and hidden genes together. The share of the
+        # hidden genes is not known, so it is taken to be their mean share.
         shares = self.shares.astype(np.float64)
         visible_share = shares[visible_genes].sum()
         hidden_share = shares[hidden_genes].sum()
-        # counts per 10,000 are of visible and hidden genes: the hidden ones have their mean share
-        visible_sum = TARGET_SUM * visible_share / max(visible_share + hidden_share, 1e-9)
+        visible_sum = TARGET_SUM * visible_share / max(visible_share + hidden_share, MIN_SHARE)
         totals = visible_counts.sum(axis=1, dtype=np.float64)
-        depth = np.maximum(np.asarray(totals), 1e-9)
+        depth = np.maximum(np.asarray(totals), MIN_DEPTH)
         profiles = visible_counts.multiply(visible_sum / depth).tocsr().log1p()
+
+        # products of the centred profiles with the loadings of the visible genes, (C, K); genes that
+        # are not visible have no counts, and add nothing
         loadings = self.loadings.astype(np.float64)
         visible_loadings = loadings[:, visible_genes]
-        # other genes have no counts
         products = profiles @ loadings.T
         products -= visible_loadings @ self.means[visible_genes]
+
         gram = visible_loadings @ visible_loadings.T
         predictions = []
         for noise in noises:
             penalty = self.noise * np.float32(noise) * np.eye(len(loadings))
-            # (C, K)
+            # factors of the cells by ridge regression, (C, K)
             factors = np.linalg.solve(gram + penalty, products.T).T
             predicted = factors @ loadings[:, hidden_genes] + self.means[hidden_genes]
             predictions.append(predicted.astype(np.float32))
         return predictions
 
     def mix(self, decoded: np.ndarray, by_ridge: np.ndarray) -> np.ndarray:
-        """(C, G): weighted mean of the predictions of the decoder and of this regression."""
+        """Weighted mean of both predictions, (C, G), by the decoder and by this regression."""
         return self.decoder_weight * decoded + (1 - self.decoder_weight) * by_ridge
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the file to a model folder, and return its entry of config.json."""
+        """Write ridge.safetensors to a model folder, and return the entry `ridge` of config.json."""
         path = folder / RIDGE
         tensors = {name: torch.from_numpy(getattr(self, name)) for name in TENSORS}
         write_tensors(path, tensors)
@@ -118,9 +132,9 @@ class GeneRidge:
 
     @classmethod
     def read(cls, folder: Path, config: dict[str, Any]) -> Self | None:
-        """Read the file that config.json names; None if it names none.
+        """Read ridge.safetensors of a model folder; None if `config`, its config.json, has no entry `ridge`.
 
-        Raises DataError for a damaged file.
+        Raises DataError for a damaged file or entry.
         """
         entry = config.get("ridge")
         if entry is None:
@@ -146,7 +160,7 @@ class GeneRidge:
 
 
 def _mean_shares(counts: sp.csr_matrix) -> np.ndarray:
-    """(V,) float64: mean share of each gene in the counts (C, V) of a cell."""
+    """Mean share of each gene in the counts of a cell, (V,) float64; `counts` are (C, V)."""
     n_cells, n_genes = counts.shape
     sums = np.zeros(n_genes)
     # in blocks, because scipy copies the counts that it multiplies as float64

@@ -1,9 +1,11 @@
-"""Embed the cells of a file of counts with an exported model, and check that the result can be used.
+"""Embed the cells of a file of counts with an exported model, and check that the vectors can be used.
 
-Cells are tokenized as for the shards and packed without padding; the token budget only changes
-rounding. An embedding without most of the model's genes does not represent the whole cell. On 700
-PBMC, the cosine to the vector of the whole cell was .97 without half of the genes, and .81 without
-nine tenths.
+Cells are tokenized in the same way as for the shards. The tokens of several cells are packed into one
+pass of the model, without padding. The token budget, the size of a pass, changes only rounding errors.
+
+A vector that is computed without most of the model's genes does not represent the whole cell. The cosine
+between both vectors says how similar they are. On 700 PBMC, the cosine to the vector of the whole cell
+was .97 without half of the genes, and .81 without nine tenths of the genes.
 """
 
 import os
@@ -40,20 +42,22 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.export import load_model, spec_of
 from cellmill.models.family import Model
 
-WARN_BELOW_EXPRESSED_FRAC = 0.5  # least `GeneCoverage.expressed_frac` without a warning
-ROW_BLOCK = 1024  # cells read at once
+WARN_BELOW_EXPRESSED_FRAC = 0.5  # a smaller `GeneCoverage.expressed_frac` is warned of
+ROW_BLOCK = 1024  # at most this many cells are read at once
+MAX_ABSENT = 3  # at most this many absent genes are named
 
 
 @dataclass(frozen=True)
 class GeneCoverage:
-    """Genes of the vocabulary with a column in the file."""
+    """How many of the vocabulary's genes a file measures."""
 
-    n_present: int
-    n_genes: int  # of the vocabulary
-    # share of a training cell's genes that are measured, on average: genes weighted by the cells
-    # that express them
+    n_present: int  # genes of the vocabulary with a column in the file
+    n_genes: int  # genes of the vocabulary
+    # Share of the genes expressed in a training cell that the file measures, on average over cells.
+    # So each gene has the number of training cells that express it as its weight.
     expressed_frac: float
-    absent: tuple[str, ...]  # symbols of the most widely expressed genes that the file lacks
+    # symbols of at most MAX_ABSENT genes that the file lacks, the most widely expressed first
+    absent: tuple[str, ...]
 
     def __str__(self) -> str:
         more = ", ..." if self.n_genes - self.n_present > len(self.absent) else ""
@@ -65,50 +69,54 @@ class GeneCoverage:
 
 
 def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
-    """Coverage of `vocabulary` by a file with these columns.
+    """Return how much of `vocabulary` a file with these `columns` covers.
 
-    Genes of imported models, which have no numbers of cells, have equal weights.
+    Genes are weighted by the number of training cells that express them. An imported model has no such
+    numbers, so all its genes have the same weight.
     """
-    present = np.zeros(vocabulary.n_genes, dtype=bool)
-    present[columns.target[columns.target >= 0]] = True
-    cells = vocabulary.n_cells.astype(np.float64)
-    weights = cells if cells.any() else np.ones(vocabulary.n_genes)
-    absent = np.flatnonzero(~present)
-    widely_expressed = absent[np.argsort(-weights[absent], kind="stable")][:3]
-    frac = float(weights[present].sum() / weights.sum())
+    is_present = np.zeros(vocabulary.n_genes, dtype=bool)
+    is_present[columns.target[columns.target >= 0]] = True
+    n_cells = vocabulary.n_cells.astype(np.float64)
+    weights = n_cells if n_cells.any() else np.ones(vocabulary.n_genes)
+    absent = np.flatnonzero(~is_present)
+    widely_expressed = absent[np.argsort(-weights[absent], kind="stable")][:MAX_ABSENT]
+    expressed_frac = float(weights[is_present].sum() / weights.sum())
     return GeneCoverage(
-        int(present.sum()),
+        int(is_present.sum()),
         vocabulary.n_genes,
-        frac,
+        expressed_frac,
         tuple(vocabulary.symbols[row] for row in widely_expressed),
     )
 
 
 @dataclass(frozen=True)
 class FileCoverage:
-    """Counts and genes of a file that the model knows."""
+    """How many of a file's counts and genes the model knows."""
 
-    coverage_frac: float  # fraction of the cells' counts that fall on genes of the vocabulary
-    n_without_genes: int  # cells without a count on these genes
+    coverage_frac: (
+        float  # fraction of the chosen cells' counts that fall on genes of the vocabulary
+    )
+    n_without_genes: int  # chosen cells without a count of the vocabulary's genes
     genes: GeneCoverage
-    lost_frac: float  # fraction of the file's counts on genes whose names are not known
-    lost_names: tuple[str, ...]  # the names with most of these counts
-    absent_columns: tuple[str, ...]  # covariates of the model that the file has no obs column of
-    gene_notes: tuple[str, ...]  # lines on how the names of the file's genes were read
+    lost_frac: float  # fraction of the file's counts that fall on genes with unknown names
+    lost_names: tuple[str, ...]  # the unknown names with most counts
+    absent_columns: tuple[str, ...]  # covariates of the model for which the file has no obs column
+    gene_notes: tuple[str, ...]  # sentences on how the names of the file's genes were read
 
 
 @dataclass(frozen=True)
 class Embedding(FileCoverage):
-    """Vectors of cells, and the coverage of their file."""
+    """Vectors of the chosen cells of a file, and the coverage of the file."""
 
-    # `(cells, hidden)` float32; NaN where a cell has no gene that the model knows
+    # (chosen cells, hidden) float32; a cell without counts of the model's genes has a row of NaN
     vectors: np.ndarray
-    earlier_s: float  # seconds that killed processes took for the vectors that they saved
+    earlier_s: float  # seconds that killed processes spent on the vectors that they had saved
 
 
 class ColumnCounts:
-    """Sum of the counts in each column of a file, (columns,) float64: over all cells, and over the
-    chosen cells.
+    """Sum of the counts in each column of a file, over all cells and over the chosen cells.
+
+    Both sums are (columns,) float64.
     """
 
     def __init__(self, n_columns: int) -> None:
@@ -118,28 +126,33 @@ class ColumnCounts:
     def tally(
         self, blocks: Iterable[sp.csr_matrix], chosen: np.ndarray, first: int = 0
     ) -> Iterator[sp.csr_matrix]:
-        """Yield the `blocks` of a file from row `first` on, and add each to the sums. `chosen` is bool,
-        (n_obs,).
+        """Yield the `blocks` of a file, and add the counts of each block to the sums.
+
+        The first block begins at row `first` of the file. `chosen`, (n_obs,) bool, marks the chosen
+        cells.
         """
         block_start = first
         for block in blocks:
             is_chosen = chosen[block_start : block_start + block.shape[0]]
             block_start += block.shape[0]
-            sums = self._sum(block)
+            sums = self._sum_columns(block)
             self.all_cells += sums
-            self.chosen_cells += sums if is_chosen.all() else self._sum(block[is_chosen])
+            self.chosen_cells += sums if is_chosen.all() else self._sum_columns(block[is_chosen])
             yield block
 
     @property
     def sums(self) -> dict[str, np.ndarray]:
-        """The sums by name; `tally` changes them in place."""
+        """Both sums by name. `tally` changes the arrays in place."""
         return {"all_cells": self.all_cells, "chosen_cells": self.chosen_cells}
 
-    def _sum(self, block: sp.csr_matrix) -> np.ndarray:
+    def _sum_columns(self, block: sp.csr_matrix) -> np.ndarray:
         return np.bincount(block.indices, block.data, len(self.all_cells))
 
     def coverage_frac(self, columns: GeneColumns) -> float:
-        """Share of the chosen cells' counts that fall on genes of the vocabulary."""
+        """Share of the chosen cells' counts that fall on genes of the vocabulary.
+
+        A file of ordered genes has no counts, and always has the share 1.
+        """
         if columns.ordered:
             return 1.0
         known = self.chosen_cells[columns.target >= 0].sum()
@@ -152,11 +165,14 @@ class InferenceModel(NamedTuple):
     network: Model  # in eval mode, on a GPU if there is one
     vocabulary: Vocabulary
     tokens: Tokens
-    config: dict[str, Any]  # its config.json
+    config: dict[str, Any]  # content of config.json
 
 
 def load_for_inference(folder: Path) -> InferenceModel:
-    """Read the exported model in `folder`. Raises DataError for a damaged file."""
+    """Read the exported model in `folder`, onto a GPU if there is one.
+
+    Raises DataError for a damaged file.
+    """
     network, vocabulary, config = load_model(folder)
     if torch.cuda.is_available():
         network.to("cuda")
@@ -170,7 +186,11 @@ def load_for_inference(folder: Path) -> InferenceModel:
 
 
 def check_heads(network: Model) -> None:
-    """Raise ConfigError if `network.embed` gives its heads vectors of another block than training did."""
+    """Raise ConfigError if the heads of `network` would get other vectors than in training.
+
+    Training gives heads the vectors of the last block. `network.embed` returns vectors of an earlier
+    block if option `embed_layer` is set.
+    """
     layer = getattr(getattr(network, "config", None), "embed_layer", 0)
     if layer:
         raise ConfigError(
@@ -189,37 +209,46 @@ def tokenize_blocks(
     per_cell: Mapping[str, np.ndarray | None] = MappingProxyType({}),
     first: int = 0,
 ) -> Iterator[Batch]:
-    """Tokens of the chosen cells of a file: a batch for each of `blocks`, counts of consecutive rows
-    from row `first` of the file on. A block without a chosen cell has no batch.
+    """Yield the tokens of the chosen cells: one batch for each block of counts.
 
-    `chosen` is bool, `(n_obs,)`, None for all cells. Cells without a known gene are left out.
-    `Batch.cell_ids` are rows of the file, or positions in `blocks` if these are only some of its cells.
-    `per_cell` has further fields of a batch, such as levels, by cell id. With `with_counts`, batches
-    have the counts of their tokens.
+    `blocks` have the counts of consecutive cells, and the first block begins with cell `first`.
+    `Batch.cell_ids` numbers the cells in the order of `blocks`, from `first` on. If `blocks` is a whole
+    file, these numbers are the rows of the file.
+
+    `chosen`, (cells,) bool by cell id, marks the chosen cells; None chooses all cells. A cell without a
+    gene that the vocabulary has is left out, and a block without a chosen cell has no batch.
+
+    `per_cell` has arrays with a row for each cell id, such as the levels; batches get them as further
+    fields. With `with_counts`, batches also have the counts of their tokens.
     """
     inverse = inverse_medians(vocabulary.medians)
     tokenizer = BatchTokenizer(tokens, vocabulary.n_genes, variability=vocabulary.variability)
     block_start = first
     for block in blocks:
+        # keep the rows of the chosen cells
         n = block.shape[0]
-        kept = np.arange(n)
+        kept_rows = np.arange(n)
         if chosen is not None:
-            kept = np.flatnonzero(chosen[block_start : block_start + n])
-        cells = kept + block_start
+            kept_rows = np.flatnonzero(chosen[block_start : block_start + n])
+        cell_ids = kept_rows + block_start
         block_start += n
-        if not len(kept):
+        if not len(kept_rows):
             continue
-        known = block[kept] if len(kept) < n else block
+        known = block[kept_rows] if len(kept_rows) < n else block
+
+        # keep the genes of the vocabulary, then the cells that have any of them
         if not columns.ordered:
             known = select_columns(known, columns.target, vocabulary.n_genes)
         has_genes = np.diff(known.indptr) > 0
         known = select_rows(known, has_genes)
-        cells = cells[has_genes].astype(np.int64)
+        cell_ids = cell_ids[has_genes].astype(np.int64)
+
+        # order the genes of each cell by rank, unless the file has ordered them
         genes = columns.target[known.indices] if columns.ordered else known.indices
         counts = SparseCounts(known.indptr.astype(np.int64), genes, known.data)
         if not columns.ordered:
             counts = rank_order_rows(counts, inverse)
-        yield tokenizer.make_batch(counts, cells, with_counts).with_cell_fields(per_cell)
+        yield tokenizer.make_batch(counts, cell_ids, with_counts).with_cell_fields(per_cell)
 
 
 def embed_cells(
@@ -229,10 +258,12 @@ def embed_cells(
     chosen: np.ndarray | None = None,
     saved: SavedWork | None = None,
 ) -> Embedding:
-    """Embeddings of the chosen cells, in file order. `chosen` is bool, `(n_obs,)`, None for all cells.
-    What a killed process has put into `saved` is not computed again.
+    """Compute the vectors of the chosen cells of a file, in file order.
 
-    Raises DataError if the model knows too few of the file's counts, or the file has too few of the
+    `chosen`, (n_obs,) bool, marks the chosen cells; None chooses all cells. Vectors that a killed process
+    has put into `saved` are not computed again.
+
+    Raises DataError if the model knows too few of the file's counts, or if the file has too few of the
     model's genes.
     """
     network, vocabulary, tokens, _ = model
@@ -248,21 +279,16 @@ def embed_cells(
     blocks = progress(
         reader.rows(ROW_BLOCK, first), f"embed {reader.path.stem}", reader.n_obs - first
     )
-    # all is lazy: a block is saved when the next one is asked for, after it was summed and embedded
+    # These generators are lazy: they pass on one block at a time. `save_rows` saves the vectors of a
+    # block when it is asked for the next block. By then the block was summed and embedded.
     blocks = saved_vectors.save_rows(blocks)
     blocks = column_counts.tally(blocks, chosen, first)
     per_cell = {"levels": read_levels(reader, network)}
     batches = tokenize_blocks(
-        blocks,
-        columns,
-        vocabulary,
-        tokens,
-        chosen,
-        per_cell=per_cell,
-        first=first,
+        blocks, columns, vocabulary, tokens, chosen, per_cell=per_cell, first=first
     )
     write_vectors(batches, network, vectors, section.token_budget, section.precision)
-    if not chosen.all():  # else a copy would double the memory
+    if not chosen.all():  # indexing copies the vectors, and needs twice their memory
         vectors = vectors[chosen]
     has_vector = np.isfinite(vectors[:, 0])
     coverage = measure_coverage(reader, columns, model, section, column_counts, has_vector)
@@ -277,10 +303,13 @@ def measure_coverage(
     column_counts: ColumnCounts,
     has_genes: np.ndarray,
 ) -> FileCoverage:
-    """Coverage of a file that was read to its end.
+    """Return how many counts and genes of a file the model knows. The file must have been read to its end.
 
-    `columns` are the result of `match_columns`. `has_genes`, bool (cells,), is False for cells
-    without a gene of the model. Raises DataError as `embed_cells` does.
+    `columns` are the result of `match_columns`. `column_counts` has tallied all blocks of the file.
+    `has_genes`, (chosen cells,) bool, is False for cells without counts of the model's genes.
+
+    Raises DataError if the model knows too few of the file's counts, or if the file has too few of the
+    model's genes. `section` has both bounds.
     """
     if not has_genes.any():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
@@ -291,6 +320,7 @@ def measure_coverage(
     notes = columns.notes
     if columns.mismatch is not None:
         notes = (f"warning: {columns.mismatch}", *notes)
+    # columns of genes with unknown names, the largest sum of counts first
     unnamed = np.flatnonzero([] if columns.unnamed is None else columns.unnamed).tolist()
     lost = sorted(unnamed, key=lambda column: -column_counts.all_cells[column])
     measured_counts = column_counts.all_cells[columns.measured].sum()
@@ -316,7 +346,7 @@ def _check_coverage(
     coverage_frac: float,
     genes: GeneCoverage,
 ) -> None:
-    """Raise DataError if the model knows too few counts of the file, or too few genes are in it."""
+    """Raise DataError if the model knows too few of the file's counts, or if the file has too few genes."""
     if coverage_frac < section.min_coverage_frac:
         raise DataError(
             f"{reader.path}: {coverage_frac:.1%} of its counts fall on genes that the model knows, "
@@ -332,6 +362,7 @@ def _check_coverage(
 
 
 def _advise(columns: GeneColumns, option: str) -> str:
+    """Say what the user can do if a file falls below the bound in `option`."""
     if columns.mismatch is not None:
         return f"{columns.mismatch}; use a model of that organism, or one trained on both"
     flag = option.replace("_", "-")
@@ -339,8 +370,9 @@ def _advise(columns: GeneColumns, option: str) -> str:
 
 
 def read_levels(reader: CountsReader, model: Model) -> np.ndarray:
-    """(n_obs, columns) int32: codes of the levels of a file's cells that `model` reads, for
-    `tokenize_blocks`.
+    """Read the levels of those obs columns of a file that `model` reads, as codes.
+
+    Returns (n_obs, columns) int32, which is an entry of `per_cell` for `tokenize_blocks`.
     """
     known = model.objective.levels
     obs = reader.read_obs([*known, DATASET])
@@ -354,8 +386,9 @@ def embed_batches(
     token_budget: int,
     precision: str = "32-true",
 ) -> np.ndarray:
-    """Vectors of cells 0 to `n_cells` - 1, `(n_cells, hidden)` float32; NaN rows where no batch has
-    the cell.
+    """Compute the vectors of cells 0 to `n_cells` - 1, (n_cells, hidden) float32.
+
+    A cell that is in no batch has a row of NaN.
     """
     vectors = np.full((n_cells, model.vector_width), np.nan, np.float32)
     write_vectors(batches, model, vectors, token_budget, precision)
@@ -365,7 +398,7 @@ def embed_batches(
 def write_vectors(
     batches: Iterable[Batch], model: Model, vectors: np.ndarray, token_budget: int, precision: str
 ) -> None:
-    """Put the vectors of the cells of `batches` into their rows of `vectors`."""
+    """Compute the vectors of the cells in `batches`, and write them into `vectors` at rows `cell_ids`."""
     model.eval()
     device = next(model.parameters()).device
     with inference_mode(device, precision):
@@ -377,7 +410,10 @@ def write_vectors(
 
 @contextmanager
 def inference_mode(device: torch.device, precision: str) -> Iterator[None]:
-    """Run models without gradients, in the number format `precision` (option of `embed` and `evaluate`)."""
+    """Run models without gradients, in the number format `precision`.
+
+    `precision` is the option of that name in sections `embed` and `evaluate`.
+    """
     with (
         torch.inference_mode(),
         torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"),
@@ -385,28 +421,30 @@ def inference_mode(device: torch.device, precision: str) -> Iterator[None]:
         yield
 
 
-def describe_limits(embedding: FileCoverage) -> list[str]:
-    """Lines on what limits the use of the vectors."""
-    lines = [*embedding.gene_notes]
-    line = lost_counts(embedding.lost_frac, embedding.lost_names)
+def describe_limits(
+    coverage: FileCoverage, advice: str = "compare its vectors with each other only"
+) -> list[str]:
+    """Sentences on what limits the use of the vectors, or of values that are predicted from them.
+
+    `advice` ends the warnings about a file with few counts or few genes that the model knows.
+    """
+    lines = [*coverage.gene_notes]
+    line = lost_counts(coverage.lost_frac, coverage.lost_names)
     if line:
         lines.append(line)
-    if embedding.coverage_frac < Embed.model_validate({}).min_coverage_frac:
+    if coverage.coverage_frac < Embed.model_validate({}).min_coverage_frac:
         lines.append(
-            f"warning: only {embedding.coverage_frac:.1%} of its counts fall on genes that the model knows: compare "
-            "its vectors with each other only"
+            f"warning: only {coverage.coverage_frac:.1%} of its counts fall on genes that the model knows: {advice}"
         )
-    if embedding.genes.expressed_frac < WARN_BELOW_EXPRESSED_FRAC:
-        lines.append(
-            f"warning: it measures {embedding.genes}: compare its vectors with each other only"
-        )
-    names = ", ".join(embedding.absent_columns)
+    if coverage.genes.expressed_frac < WARN_BELOW_EXPRESSED_FRAC:
+        lines.append(f"warning: it measures {coverage.genes}: {advice}")
+    names = ", ".join(coverage.absent_columns)
     if names:
         lines.append(
             f"warning: it has no obs column {names}, from which the model makes a token of each cell; it takes the "
             "token of an unknown value"
         )
-    n = embedding.n_without_genes
+    n = coverage.n_without_genes
     if n:
         lines.append(f"{n:,} cells have no gene that the model knows: their rows are NaN")
     return lines

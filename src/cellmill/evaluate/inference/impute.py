@@ -1,9 +1,11 @@
-"""Predicted expression of genes that a file lacks, by a model's decoder and, in an export that has
-one, its ridge regression.
+"""Predicted expression of genes that a file lacks.
 
-Values are those that task `imputation` scores if the same genes are hidden: log(1 + counts per
-10,000), where 10,000 is the sum over the measured and the predicted genes. So they depend a little
-on which genes are predicted together. Cells are read in blocks.
+The decoder of a model predicts the expression. If the export has a ridge regression, the prediction is
+the weighted mean of decoder and regression. Task `imputation` scores equal values if the same genes are
+hidden.
+
+The unit is log(1 + counts per 10,000). The 10,000 are the sum over the measured and the predicted genes.
+So a value depends a little on which genes are predicted together.
 
 Legend: C cells, G predicted genes.
 """
@@ -42,14 +44,16 @@ from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.files import progress
 
-ABOUT_IMPUTATION = "cellmill_imputation"  # uns
+ABOUT_IMPUTATION = "cellmill_imputation"  # key of uns
 
 
 class FileImputer:
-    """Prediction of genes that one file lacks: `blocks`, then `describe`.
+    """Predicts the genes that one file lacks.
 
-    Attributes: `genes`, (G,) int64, rows of the vocabulary in ascending order; `about`, content of
-    uns; `shape`, (C, G).
+    Read all of `blocks`, then call `describe`, then `describe_limits`.
+
+    Attributes: `genes`, (G,) int64, has the rows of the predicted genes in the vocabulary, ascending.
+    `about` is the content of uns. `shape` is (C, G).
     """
 
     def __init__(
@@ -60,11 +64,11 @@ class FileImputer:
         names: Sequence[str] | None,
         section: Embed,
     ) -> None:
-        """`model` is the one in `folder`. `names` are ids or symbols of genes, None for all that the
-        file lacks.
+        """`model` was read from `folder`. `names` are ids or symbols of the genes to predict; None
+        stands for all genes of the model that the file lacks.
 
-        Raises ConfigError for a model that predicts no expression, or an unknown gene; DataError
-        for a file without counts, or one that has all these genes.
+        Raises ConfigError if the model predicts no expression, or if it does not know a named gene.
+        Raises DataError if the file has no counts, or if the file has all of these genes.
         """
         self._model = model
         self._network, self._vocabulary, self._tokens, config = model
@@ -89,17 +93,18 @@ class FileImputer:
         self.genes = np.setdiff1d(named, measured)
         self.shape = reader.n_obs, len(self.genes)
         if not len(self.genes):
-            which = "all of the model's genes, none is left to predict"
+            measured_genes = "all of the model's genes: none is left to predict"
             if names is not None:
-                which = f"all {len(named):,} named genes; name some that it lacks"
-            raise DataError(f"{reader.path}: it measures {which}")
+                measured_genes = f"all {len(named):,} named genes; name some that it lacks"
+            raise DataError(f"{reader.path}: it measures {measured_genes}")
         self.about = self._make_about(config, measured)
         if names is not None:
             self.about["named_and_measured"] = self._ids(np.intersect1d(named, measured))
 
     def _make_about(self, config: dict[str, Any], measured: np.ndarray) -> dict[str, Any]:
-        """Entries of uns: the model, whose config.json is `config`, its regression, and the genes that
-        the file has, `measured` rows of the vocabulary.
+        """Entries of uns about the model, its regression and the genes that the file measures.
+
+        `config` is the content of config.json. `measured` are rows of the vocabulary.
         """
         about = {
             "model_digest": config["weights_sha256"],
@@ -118,10 +123,11 @@ class FileImputer:
         return [self._vocabulary.gene_ids[gene] for gene in genes]
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Expression of the cells in their order, (cells of a block, G) float32; NaN for a cell
-        without a gene of the model.
+        """Yield the predicted expression of each block of cells, (cells of the block, G) float32.
 
-        Raises DataError as `embed_cells`, after the last block.
+        Cells are in the order of the file. A cell without counts of the model's genes has NaN. After
+        the last block, raises DataError if the model knows too few of the file's counts, or if the
+        file has too few of the model's genes.
         """
         reader = self._reader
         column_counts = ColumnCounts(reader.n_vars)
@@ -129,10 +135,10 @@ class FileImputer:
         tallied = column_counts.tally(rows, np.ones(reader.n_obs, bool))
         block_starts = range(ROW_BLOCK, reader.n_obs, ROW_BLOCK)
         levels = np.split(read_levels(reader, self._network), block_starts)
-        has_genes = []
+        has_genes_of_blocks = []
         for counts, levels_of_block in zip(tallied, levels):
-            values, is_known = self._predict(counts, levels_of_block)
-            has_genes.append(is_known)
+            values, has_genes = self._predict(counts, levels_of_block)
+            has_genes_of_blocks.append(has_genes)
             yield values
         self._coverage = measure_coverage(
             reader,
@@ -140,12 +146,14 @@ class FileImputer:
             self._model,
             self._section,
             column_counts,
-            np.concatenate(has_genes),
+            np.concatenate(has_genes_of_blocks),
         )
 
     def _predict(self, counts: sp.csr_matrix, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(cells, G) float32: expression of cells with these counts and levels of obs columns; and
-        whether each has a gene of the model, bool (cells,).
+        """Predict the expression of some cells from their `counts` and `levels` of obs columns.
+
+        Returns the expression, (cells, G) float32, and `has_genes`, (cells,) bool. `has_genes` is True
+        for cells with counts of the model's genes; other cells have NaN.
         """
         cells = PartlyHiddenCells(
             self._network,
@@ -156,18 +164,19 @@ class FileImputer:
             counts,
             self.genes,
             levels,
+            self._section.token_budget,
         )
         values = decode_expression(cells, cells.embed(self._network))
         assert values is not None, "expected a model with a decoder"
         if self._ridge is not None:
             (by_ridge,) = cells.predict_by_ridge(self._ridge)
             values = self._ridge.mix(values, by_ridge)
-        is_known = cells.visible_counts.getnnz(axis=1) > 0
-        values[~is_known] = np.nan
-        return values, is_known
+        has_genes = cells.visible_counts.getnnz(axis=1) > 0
+        values[~has_genes] = np.nan
+        return values, has_genes
 
     def describe(self) -> ad.AnnData:
-        """obs, var and uns of the result, without X; after all `blocks`."""
+        """Return obs, var and uns of the result, without X. All `blocks` must have been read."""
         assert self._coverage is not None, "expected all blocks to be read"
         obs = self._reader.obs
         seen = mark_seen_cells(self._reader, self._folder)
@@ -185,15 +194,16 @@ class FileImputer:
         var = pd.DataFrame(columns, index=self._ids(self.genes))
         return ad.AnnData(obs=obs, var=var, uns={ABOUT_IMPUTATION: about})
 
-    def limits(self, described: ad.AnnData) -> list[str]:
-        """Lines on what limits the use of the values; `described` is the result of `describe`."""
+    def describe_limits(self, described: ad.AnnData) -> list[str]:
+        """Sentences on what limits the use of the values; `described` is the result of `describe`."""
         assert self._coverage is not None
         about = described.uns[ABOUT_IMPUTATION]
-        lines = describe_limits(self._coverage)
-        left = about.get("named_and_measured")
-        if left:
+        lines = describe_limits(self._coverage, "predicted values are less certain")
+        already_measured = about.get("named_and_measured")
+        if already_measured:
             lines.append(
-                f"{len(left):,} of the named genes are measured in it and not predicted: {list_first(left, MAX_NAMES)}"
+                f"{len(already_measured):,} of the named genes are measured in it and not predicted: "
+                f"{list_first(already_measured, MAX_NAMES)}"
             )
         if about.get("decoder_weight") == 0:
             lines.append(
@@ -208,8 +218,9 @@ class FileImputer:
 
 
 def _rows_of_genes(names: Sequence[str] | None, vocabulary: Vocabulary) -> np.ndarray:
-    """Rows of the vocabulary, ascending, of the named genes; of all for None. Raises ConfigError for
-    an unknown name.
+    """Rows of the named genes in the vocabulary, ascending int64. None stands for all genes.
+
+    Raises ConfigError for an unknown name.
     """
     if names is None:
         return np.arange(vocabulary.n_genes)

@@ -119,7 +119,7 @@ class LoadedModel:
             imputer = impute.FileImputer(reader, self._inference, self.folder, genes, section)
             values = np.concatenate([*imputer.blocks()])
             described = imputer.describe()
-        _warn(dataset, imputer.limits(described))
+        _warn(dataset, imputer.describe_limits(described))
         described.X = values
         return described
 

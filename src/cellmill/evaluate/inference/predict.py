@@ -1,11 +1,19 @@
 """Prediction of labels and numbers by the heads of a model.
 
-config.json of a model that predicts labels has the entry `classifier`, with `label_column`, `labels`
-in the order of the head's rows, and `calibration`: the fields of `Calibration`, or None with the
-reason in `uncalibrated`. If a sum has several classifiers, the others are in `more_classifiers`, by part.
-`regressors` lists the columns of predicted numbers.
+A model that predicts labels has the entry `classifier` in config.json. That entry has:
+
+- `label_column`, the obs column of the labels;
+- `labels`, in the order of the head's rows;
+- `calibration`, the fields of `Calibration`. If it is None, `uncalibrated` has the reason.
+
+If the objective is a sum with several classifiers, the further entries are in `more_classifiers`, by the
+name of the part. `regressors` lists the obs columns of predicted numbers.
+
+The names of a head's results end in a suffix, so that the results of several heads differ. The first
+head of labels has the empty suffix.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,15 +49,14 @@ from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, 
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification
+from cellmill.models.objectives.regression import Regression
 from cellmill.models.objectives.shared.calibration import softmax
 
 
 def find_classifiers(
     model: Model, config: dict[str, Any]
 ) -> dict[str, tuple[Classification, dict[str, Any]]]:
-    """Return the heads that predict labels and their entries of config.json, by the suffix of their
-    columns.
-    """
+    """Return each head that predicts labels, with its entry of config.json, by the head's suffix."""
     heads = find_classifications(model.objective)
     first = next(iter(heads), None)
     if first is None or "classifier" not in config:
@@ -63,17 +70,18 @@ def find_classifiers(
 
 @dataclass(frozen=True)
 class Predictions(Annotations):
-    """Content that `cellmill predict` writes.
+    """Predictions that `cellmill predict` writes.
 
-    obs has cellmill_label, cellmill_probability, cellmill_value; cellmill_rejected with a threshold,
-    and cellmill_seen_in_training if the model's training cells are known. obsm has
-    cellmill_probabilities, (cells, labels) float32, after the temperature.
+    For each head of labels, obs has cellmill_label and cellmill_probability. With a threshold, obs also
+    has cellmill_rejected. obsm has cellmill_probabilities, (cells, labels) float32, after the logits were
+    divided by the temperature. For each head of numbers, obs has cellmill_value. If the model's training
+    cells are known, obs has cellmill_seen_in_training.
 
-    In a sum, names of the second and further heads of labels end in `_PART`, and so do names of all
-    heads of numbers if it has several.
+    In a sum, the names of the second and further heads of labels end in `_PART`, where PART is the name
+    of the part. If a sum has several heads of numbers, the names of all of these end in `_PART`.
     """
 
-    # sentences about labels and numbers that the file has too
+    # sentences that compare predictions with the labels and numbers in the file
     agreement: list[str] = field(default_factory=list)
     key = ABOUT_PREDICTION
 
@@ -91,7 +99,7 @@ class Predictions(Annotations):
 
     @property
     def labels(self) -> pd.Categorical:
-        """(cells,), of the first head of labels."""
+        """Predicted labels of the first head of labels, (cells,). Raises ConfigError without one."""
         if LABEL not in self.obs:
             numbers = [name for name in self.obs if name.startswith(VALUE)]
             raise ConfigError(
@@ -103,10 +111,12 @@ class Predictions(Annotations):
 def choose_thresholds(
     model: Model, config: dict[str, Any], section: Predict, name: str
 ) -> dict[str, float]:
-    """Smallest probability at which a label is assigned, by the suffix of each head's columns.
+    """Return the smallest probability at which a head assigns a label, by the head's suffix.
 
-    Raises ConfigError if the model, called `name`, has no heads, or as `check_heads`, or if no
-    threshold reaches the accuracy.
+    `name` is what messages call the model. Raises ConfigError if the model has no heads, if its heads
+    would get other vectors than in training, or if a threshold is set for a model without labels. With
+    `min_accuracy`, also raises ConfigError if a head is not calibrated, or if no threshold reaches the
+    accuracy.
     """
     heads = find_classifiers(model, config)
     thresholds = {}
@@ -115,6 +125,11 @@ def choose_thresholds(
             f"{name}: it predicts neither labels nor numbers; export a run with objective classification or regression"
         )
     check_heads(model)
+    for option, value in section:
+        if value is not None and not heads:
+            raise ConfigError(
+                f"predict.{option}: the model predicts numbers only, which have no threshold; leave it out"
+            )
     for suffix, (_, entry) in heads.items():
         thresholds[suffix] = section.min_probability or 0.0
         if section.min_accuracy is None:
@@ -125,15 +140,19 @@ def choose_thresholds(
             raise ConfigError(
                 f"predict.min_accuracy: the model is not calibrated ({why}); set predict.min_probability"
             )
-        # the first threshold that reaches the accuracy; one that no cell reaches has none
-        accuracies = [-1.0 if known is None else known for known in calibration["accuracy_above"]]
-        reached = [accuracy >= section.min_accuracy for accuracy in accuracies]
-        if not any(reached):
+        # accuracy of the cells above each threshold; the table has None if no cell is above it
+        accuracies = [
+            -1.0 if accuracy is None else accuracy for accuracy in calibration["accuracy_above"]
+        ]
+        is_reached = [accuracy >= section.min_accuracy for accuracy in accuracies]
+        if not any(is_reached):
+            # rounded down, because a best accuracy of 0.9497 does not reach 0.95
+            best = math.floor(1000 * max(accuracies)) / 1000
             raise ConfigError(
                 f"predict.min_accuracy {section.min_accuracy:g}: no threshold reaches it on the validation cells, the "
-                f"best has {max(accuracies):.3f}; lower it"
+                f"best has {best:.3f}; lower it"
             )
-        thresholds[suffix] = reached.index(True) / N_THRESHOLDS
+        thresholds[suffix] = is_reached.index(True) / N_THRESHOLDS
     return thresholds
 
 
@@ -145,14 +164,15 @@ def predict_heads(
     obs: pd.DataFrame,
     seen: Seen,
 ) -> Predictions:
-    """Predictions of all heads for embedded cells, compared with the labels and numbers in `obs`.
+    """Predict with all heads, and compare the predictions with the labels and numbers in `obs`.
 
-    A label is missing below its head's threshold, and for a cell without a vector.
+    `thresholds` are the result of `choose_thresholds`. A cell has no label if its highest probability is
+    below the head's threshold, or if the cell has no vector.
     """
     columns: dict[str, Any] = {}
     tables: dict[str, np.ndarray] = {}
     about: dict[str, Any] = {
-        "model_digest": config["weights_sha256"],  # of model.safetensors, compared on load
+        "model_digest": config["weights_sha256"],  # SHA-256 of model.safetensors
         "n_without_genes": embedding.n_without_genes,
     }
     agreement: list[str] = []
@@ -161,6 +181,7 @@ def predict_heads(
         about["n_seen_in_training"] = int(seen.is_seen.sum())
     if seen.caveat:
         about["training_cells_unknown"] = seen.caveat
+
     for suffix, (head, entry) in find_classifiers(model, config).items():
         logits = run_head(model, embedding.vectors, head.predict).astype(np.float64)
         predicted = _predict_labels(entry, logits, thresholds[suffix])
@@ -174,24 +195,44 @@ def predict_heads(
             figures, lines = compare_labels(column, file_labels, assigned, entry["labels"], seen)
             about |= _add_suffix(figures, suffix)
             agreement += lines
-    regressions = find_regressions(model.objective)
-    for name, regression in regressions.items():
-        suffix = f"_{name}" if len(regressions) > 1 else ""
+
+    for suffix, regression in _find_regressors(model).items():
         numbers = run_head(model, embedding.vectors, regression.predict_in_units)
-        column = regression.config.target_column
+        figures, lines = _compare_with_numbers(regression, numbers, obs, seen)
         columns[VALUE + suffix] = numbers
-        about[f"value_column{suffix}"] = column
-        file_numbers = parse_columns(obs, [column])[:, 0]
-        if column in obs and not np.isfinite(file_numbers).any():
-            agreement.append(f"warning: obs column {column}: no cell has a number")
-        # Pearson's loss fixes neither scale nor offset
-        has_scale = regression.config.loss != "pearson"
-        mean = regression.config.target_mean if has_scale else None
-        predicted_numbers = numbers.astype(np.float64)
-        figures, lines = compare_numbers(column, file_numbers, predicted_numbers, mean, seen)
+        about[f"value_column{suffix}"] = regression.config.target_column
         about |= _add_suffix(figures, suffix)
         agreement += lines
     return Predictions(columns, tables, about, agreement)
+
+
+def _find_regressors(model: Model) -> dict[str, Regression]:
+    """Return each head that predicts numbers, by the head's suffix.
+
+    A single head has the empty suffix. Several heads all have the name of their part as suffix.
+    """
+    regressions = find_regressions(model.objective)
+    has_suffix = len(regressions) > 1
+    return {
+        f"_{name}" if has_suffix else "": regression for name, regression in regressions.items()
+    }
+
+
+def _compare_with_numbers(
+    regression: Regression, numbers: np.ndarray, obs: pd.DataFrame, seen: Seen
+) -> tuple[dict[str, Any], list[str]]:
+    """Return figures and sentences on predicted `numbers`, (cells,), against the file's numbers."""
+    column = regression.config.target_column
+    file_numbers = parse_columns(obs, [column])[:, 0]
+    warnings = []
+    if column in obs and not np.isfinite(file_numbers).any():
+        warnings.append(f"warning: obs column {column}: no cell has a number")
+    # numbers that were trained with Pearson's loss have neither scale nor offset of the column
+    has_scale = regression.config.loss != "pearson"
+    training_mean = regression.config.target_mean if has_scale else None
+    predicted = numbers.astype(np.float64)
+    figures, lines = compare_numbers(column, file_numbers, predicted, training_mean, seen)
+    return figures, warnings + lines
 
 
 def _add_suffix(values: Mapping[str, Any], suffix: str) -> dict[str, Any]:
@@ -201,10 +242,14 @@ def _add_suffix(values: Mapping[str, Any], suffix: str) -> dict[str, Any]:
 def _predict_labels(
     entry: dict[str, Any], logits: np.ndarray, min_probability: float
 ) -> Annotations:
-    """Labels of one head, with `logits` (cells, labels), under names without its suffix."""
+    """Return the predictions of one head of labels from its `logits`, (cells, labels).
+
+    `entry` is the entry of the head in config.json. Names have no suffix: the caller adds the suffix.
+    """
     calibration = entry["calibration"] or {}
     probabilities = softmax(logits / calibration.get("temperature", 1.0)).astype(np.float32)
-    # a cell without a vector has probabilities of NaN, and no label
+    # A cell without a vector has NaN probabilities, and gets no label. argmax takes no NaN, so such a
+    # cell has probabilities of 0 there, and code -1 afterwards.
     highest = probabilities.max(axis=1)
     has_vector = np.isfinite(highest)
     rejected = highest < min_probability
@@ -222,13 +267,12 @@ def _predict_labels(
         "min_probability": min_probability,
         "n_rejected": int(rejected.sum()),
     }
-    # names in uns by field of `Calibration`
-    names = {
+    uns_name_by_field = {
         "temperature": "temperature",
         "calibration_error": "calibration_error",
         "n_cells": "n_calibration_cells",
     }
-    for key, name in names.items():
-        if key in calibration:
-            about[name] = calibration[key]
+    for calibration_field, name in uns_name_by_field.items():
+        if calibration_field in calibration:
+            about[name] = calibration[calibration_field]
     return Annotations(obs, {PROBABILITIES: probabilities}, about)
