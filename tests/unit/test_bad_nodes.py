@@ -169,6 +169,15 @@ def test_at_most_a_quarter_of_the_partition_is_excluded(
     assert bad_nodes.excluded(lambda: states, fewest) == [f"node{number}" for number in expected]
 
 
+def test_nodes_that_are_down_are_not_counted_as_left(tmp_path: Path) -> None:
+    bad_nodes = BadNodes(tmp_path)
+    bad_nodes.add("node1", "seen to fail")
+    states = {"node1": "idle", "node2": "idle", "node3": "drained", "node4": "down*"}
+    assert bad_nodes.excluded(lambda: states, 2) == []
+    assert bad_nodes.excluded(lambda: states, 1) == ["node1"]
+    assert bad_nodes.excluded(lambda: states | {"node1": "down"}, 1) == ["node1"]
+
+
 def test_an_entry_ages_out(tmp_path: Path) -> None:
     bad_nodes = BadNodes(tmp_path)
     for name, age_s in (("node1", KEPT_S + 60), ("node2", KEPT_S - 60)):

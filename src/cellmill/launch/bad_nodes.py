@@ -90,15 +90,21 @@ class BadNodes:
     def excluded(self, states: NodeStates, fewest: int) -> list[str]:
         """Nodes that a job of at least `fewest` nodes excludes, the latest first.
 
-        They are at most a quarter of the partition.
+        They are at most a quarter of the partition, and leave at least `fewest` nodes that are up.
         """
         nodes = self.all()
         if not nodes:
             return []
         partition = states()
-        max_excluded = min(len(partition) // NODES_PER_EXCLUDED, len(partition) - fewest)
-        listed = [node.name for node in nodes if node.name in partition]
-        return listed[: max(0, max_excluded)]
+        left = {name for name, state in partition.items() if not _DOWN.search(state)}
+        excluded: list[str] = []
+        for name in (node.name for node in nodes if node.name in partition):
+            is_full = len(excluded) == len(partition) // NODES_PER_EXCLUDED
+            is_needed = name in left and len(left) <= fewest
+            if not is_full and not is_needed:
+                excluded.append(name)
+                left.discard(name)
+        return excluded
 
 
 def blamed(ended: JobRecord, states: NodeStates) -> dict[str, str]:
