@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 
 CONFIG = (
-    "Configuration data as of 2031-02-03T04:05:06\nMinJobAge               = 300 sec\n"
+    "Configuration data as of 2031-02-03T04:05:06\nClusterName             = north\nMinJobAge               = 300 sec\n"
     "SelectType              = select/cons_tres\nMaxMemPerNode           = UNLIMITED\n\nSlurmctld(primary) is UP\n"
 )
 PARTITION = (

@@ -108,7 +108,7 @@ NODE = (
     "NodeName={name} Arch=x86_64 CoresPerSocket=32 CPUAlloc=0 CPUEfctv=60 CPUTot=64 CPULoad=0.02 "
     "AvailableFeatures=a100,ib ActiveFeatures=a100,ib Gres=gpu:a100:4(S:0-1),lscratch:200 NodeAddr=g1 NodeHostName=g1 "
     "Version=x OS=Linux 5.14.0 #1 SMP Mon RealMemory=515000 AllocMem=0 FreeMem=500000 Sockets=2 Boards=1 "
-    "State={state} ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A Partitions=gpu "
+    "State={state} ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MemSpecLimit=3000 MCS_label=N/A Partitions=gpu "
     "BootTime=2031-02-03T04:05:06 LastBusyTime=2031-02-03T04:05:06 {of_node} CfgTRES=cpu=64,mem=515000M,gres/gpu=4"
 )
 NODE_STATES = (
@@ -211,7 +211,7 @@ def test_partitions_and_nodes_are_read(version: Version, programs: Path) -> None
     assert (node.gpus, node.cpus, node.memory_mb, node.usable_mb) == (
         {"a100": 4},
         60,
-        515000,
+        512000,  # without MemSpecLimit
         480000,
     )
     assert node.features == {"a100", "ib"}

@@ -167,7 +167,10 @@ def ask_slurm(cluster: str = "") -> SlurmFacts:
 def _add_accounts(facts: SlurmFacts, user: str) -> None:
     """Add the user's accounts and the limits of QOS, by sacctmgr."""
     accounts: dict[str, set[str]] = defaultdict(set)
-    associations = _read_sacctmgr(3, "assoc", f"user={user}", "format=Account,Partition,QOS")
+    # one database may serve several clusters
+    cluster = facts.configuration.get("ClusterName", "")
+    query = [f"user={user}", *([f"clusters={cluster}"] if cluster else [])]
+    associations = _read_sacctmgr(3, "assoc", *query, "format=Account,Partition,QOS")
     for account, _, qos in associations:
         accounts[account] |= set(qos.split(",")) - {""}
     defaults = _read_sacctmgr(1, "user", user, "format=DefaultAccount")
@@ -217,7 +220,9 @@ def _make_node(fields: Fields, partition: Fields, configuration: Fields) -> Node
         parse_limit(partition.get("MaxCPUsPerNode")),
     )
     cpus = min(filter(None, cpu_limits), default=0)
+    # MemSpecLimit is what SLURM keeps for the system
     memory_mb = parse_limit(fields.get("RealMemory")) or 0
+    memory_mb = max(0, memory_mb - (parse_limit(fields.get("MemSpecLimit")) or 0))
     mb_per_node, mb_per_cpu = _memory_limits(partition)
     # the cluster's limits hold if the partition sets none
     if mb_per_node is None and mb_per_cpu is None:
