@@ -103,8 +103,14 @@ def test_a_new_launcher_takes_over_from_a_killed_one(
         r"job \d+ is training with another configuration \(train.lr 0.001 -> 0.002\); end it",
         other.printed,
     )
-    second = Launched.start(corpus, train, run_options(STEPS), rig.environment, **on_slurm())
+    second = Launched.start(
+        corpus, train, run_options(STEPS, keep_checkpoints=7), rig.environment, **on_slurm()
+    )
     assert second.end() == 0, second.printed
+    assert re.search(
+        r"job \d+ was submitted with other options \(train.keep_checkpoints \d+ -> 7\), which hold from the next job",
+        second.printed,
+    )
     assert len(second.job_ids()) == 1, "a second job was submitted"
     same_curve(second, alone)
 

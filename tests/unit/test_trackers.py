@@ -18,7 +18,7 @@ from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.trackers import Track
 from cellmill.errors import ConfigError, Stopped
 from cellmill.runs.folder import TrainFolder, cut_back
-from cellmill.runs.identity import changed_keys, identity
+from cellmill.runs.identity import changed_free_options, changed_keys, identity
 from cellmill.track.follow import followed
 from cellmill.track.tracker import ConsoleTracker
 from tests.distributed.command import pids_with, wait_for
@@ -277,6 +277,14 @@ def test_a_tracker_does_not_change_the_identity_of_a_run() -> None:
     }
     stored = {"options": gone, "identity": {"init_from": None, "weights_format": WEIGHTS_FORMAT}}
     assert changed_keys(stored, one, "state.json") == {}
+    assert changed_free_options(stored, options[1].model_dump(mode="json"), "run.json") == {}
+    tree["train"] |= {"token_budget": 4096, "lr": 0.5}  # a learning rate is part of the identity
+    tree["parallel"] = {"strategy": "ddp"}
+    changed = TrainOptions.model_validate(tree).model_dump(mode="json")
+    assert changed_free_options(stored, changed, "run.json") == {
+        "parallel.strategy": f"{options[0].parallel.strategy} -> ddp",
+        "train.token_budget": f"{options[0].train.token_budget} -> 4096",
+    }
 
 
 def test_the_console_shows_steps_and_validations(

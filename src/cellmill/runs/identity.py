@@ -99,6 +99,23 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
     return {key: f"{short(before.get(key))} -> {short(now.get(key))}" for key in changed}
 
 
+def changed_free_options(
+    stored: dict[str, Any], now: dict[str, Any], source: str
+) -> dict[str, str]:
+    """Return the options outside the identity that differ: {section.key: `before -> now`}.
+
+    `stored` is run.json, `now` has the options by section. Trackers are not compared.
+    """
+    before = _trained_with(stored, source).model_dump(mode="json")
+    changes = dict[str, str]()
+    for section in {*FREE_SECTIONS, *FREE} - {"track"}:
+        for key, value in now[section].items():
+            is_free = section in FREE_SECTIONS or key in FREE[section]
+            if is_free and before[section][key] != value:
+                changes[f"{section}.{key}"] = f"{before[section][key]} -> {value}"
+    return changes
+
+
 def _trained_with(stored: dict[str, Any], source: str) -> TrainOptions:
     """The stored options without trackers, whose package may be gone."""
     options = {section: keys for section, keys in stored["options"].items() if section != "track"}

@@ -30,7 +30,14 @@ from cellmill.launch.rendezvous import REACH_S
 from cellmill.launch.slurm import SlurmLauncher
 from cellmill.runs.cost import accounted, write_cost
 from cellmill.runs.folder import TrainFolder
-from cellmill.runs.identity import begin_branch, changed_keys, check_data, identity, is_done
+from cellmill.runs.identity import (
+    begin_branch,
+    changed_free_options,
+    changed_keys,
+    check_data,
+    identity,
+    is_done,
+)
 from cellmill.runs.lock import FolderWatch
 from cellmill.stages.training_inputs import (
     check_architecture,
@@ -92,7 +99,12 @@ def train(
     steps = options.train.total_steps(OrderRule.for_counting(options, n_cells).steps_per_epoch)
 
     def job(error_folder: Path) -> Job:
-        """The processes of the training; error.txt goes to `error_folder`."""
+        """The processes of the training, which read the options from run.json.
+
+        error.txt goes to `error_folder`.
+        """
+        # a job that was followed until now may have had other options that change no number
+        write_json(folder.path / "run.json", record)
         error = str(error_folder / "error.txt")
         return Job(
             module="cellmill.train.worker",
@@ -162,12 +174,27 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
     before = read_json(path / "run.json")
     changes = changed_keys(before, record["identity"], str(path / "run.json"))
     if changes:
+        # without accounting, no other word comes of a job that nobody followed
+        if launcher.is_gone(job):
+            return False
         different = "; ".join(f"{key} {change}" for key, change in changes.items())
         raise UserError(
             f"{path}: job {job.job_id} is training with another configuration ({different}); end it with "
             f"`scancel {job.argument}`, or change the configuration back"
         )
     check_data(str(path), before["fingerprint"], record["fingerprint"])
+    later = changed_free_options(before, record["options"], str(path / "run.json"))
+    if later:
+        different = "; ".join(f"{key} {change}" for key, change in later.items())
+        print(
+            f"{path}: job {job.job_id} was submitted with other options ({different}), which hold from the next job on",
+            flush=True,
+        )
+    # trackers are processes of this command
+    write_json(
+        path / "run.json",
+        before | {"options": before["options"] | {"track": record["options"]["track"]}},
+    )
     return True
 
 
