@@ -18,7 +18,7 @@ from cellmill.evaluate.tasks.perturbation.baselines import (
     predict_new_contexts,
     predict_new_perturbations,
 )
-from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
+from cellmill.evaluate.tasks.perturbation.change_scores import score_changes
 from cellmill.evaluate.tasks.perturbation.folds import make_folds
 from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, prior_method
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
@@ -58,7 +58,7 @@ def test_scores_of_changes_equal_a_calculation_by_hand() -> None:
     ]
     perturbed = np.zeros((3, 4), bool)
     perturbed[0, 3] = True  # its own gene, the only one that changes much
-    scores = change_scores(np.array(predicted), np.array(measured), perturbed, 2)
+    scores = score_changes(np.array(predicted), np.array(measured), perturbed, 2)
     assert scores["MAE"] == pytest.approx([1.6 / 3, 0.5, 0.5])
     pearson = np.corrcoef(predicted[0][:3], measured[0][:3])[0, 1]
     assert scores["Pearson"][0] == pytest.approx(pearson)
@@ -69,7 +69,7 @@ def test_scores_of_changes_equal_a_calculation_by_hand() -> None:
     # (0, 1, 0, 0) is 0.25 from the change of the second unit and 0.5 from its own
     assert scores["discrimination"][2] == 0.5
     predicted[2][1] = np.nan
-    without = change_scores(np.array(predicted), np.array(measured), perturbed, 2)
+    without = score_changes(np.array(predicted), np.array(measured), perturbed, 2)
     for metric, values in without.items():
         assert np.isnan(values[2]), metric
         np.testing.assert_array_equal(values[:2], scores[metric][:2])

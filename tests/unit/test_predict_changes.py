@@ -21,7 +21,7 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.data.genes.names import perturbed_genes
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context, run_task
-from cellmill.evaluate.tasks.perturbation.change_scores import METRICS, change_scores
+from cellmill.evaluate.tasks.perturbation.change_scores import METRICS, score_changes
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
 from cellmill.evaluate.tasks.perturbation.folds import make_folds
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
@@ -136,7 +136,7 @@ def test_scores_of_the_profiles_equal_the_task(cells: tuple[Context, Any, Path])
     for name, row in rows.items():
         # no change is 0, for which no Pearson is defined
         change = np.round(found.profiles(name) - starts, 5)
-        scores = change_scores(change, measured, perturbed, CONFIG.top_genes)
+        scores = score_changes(change, measured, perturbed, CONFIG.top_genes)
         for metric in metrics:
             defined = scores[metric][np.isfinite(scores[metric])]
             score = row.scores.get(f"{metric}, new perturbation")

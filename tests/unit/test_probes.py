@@ -9,7 +9,7 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.evaluate.intervals import paired_difference
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
+from cellmill.evaluate.tasks.perturbation.change_scores import score_changes
 from cellmill.evaluate.tasks.perturbation.folds import make_folds
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import (
@@ -77,7 +77,7 @@ def test_rows_of_probes_are_scores_of_the_changed_entry(screen: Context) -> None
         for fold, predicted in zip(folds, ChangePredictor(held).predict(folds)):
             no_genes = np.zeros((len(fold.tested), measured.shape[1]), bool)
             scaled = 2 * predicted[best.method]
-            errors += change_scores(scaled, measured[fold.tested], no_genes, 5)["MAE"].tolist()
+            errors += score_changes(scaled, measured[fold.tested], no_genes, 5)["MAE"].tolist()
         [error] = of_best[names[1]].scores[column].repetitions
         assert error == pytest.approx(np.mean(errors))
         pearson = of_best[names[0]].scores[rank].repetitions
@@ -90,7 +90,7 @@ def test_a_column_that_rewards_small_changes_is_named() -> None:
     # right in direction, three times too large
     predicted = 3 * true + generator.normal(size=true.shape) * 0.1
     no_genes = np.zeros(true.shape, bool)
-    scores = change_scores(predicted, true, no_genes, 20)
+    scores = score_changes(predicted, true, no_genes, 20)
     changed = make_probes(ENTRY, predicted, np.arange(8), 0.5, 0)
     sentences = []
     for metric in ("MAE", "Pearson"):
@@ -102,7 +102,7 @@ def test_a_column_that_rewards_small_changes_is_named() -> None:
         )
         probes = {}
         for method, change in changed.items():
-            probes[method] = change_scores(change, true, no_genes, 20)[metric][None]
+            probes[method] = score_changes(change, true, no_genes, 20)[metric][None]
         sentences += describe_better_probes(column, probes, [ENTRY], 0.5)
         if metric == "MAE":
             half = probes[name_probes(ENTRY, 0.5)[0]]

@@ -14,7 +14,7 @@ from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.errors import DataError
 from cellmill.evaluate.task import Context, Skipped
 from cellmill.evaluate.tasks.perturbation.baselines import sum_changes_of_parts
-from cellmill.evaluate.tasks.perturbation.change_scores import change_scores
+from cellmill.evaluate.tasks.perturbation.change_scores import score_changes
 from cellmill.evaluate.tasks.perturbation.changes_file import write_changes
 from cellmill.evaluate.tasks.perturbation.folds import divide_by_novelty
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
@@ -295,7 +295,7 @@ def test_scores_of_a_group_are_those_of_its_units(screen: Context, tmp_path: Pat
         units = [held.unit_names.index(name) for name in names]
         no_genes = np.zeros((len(units), measured.shape[1]), bool)
         predicted = np.tile(mean, (len(units), 1))
-        scores = change_scores(predicted, measured[units], no_genes, 5)
+        scores = score_changes(predicted, measured[units], no_genes, 5)
         for metric, values in scores.items():
             [found] = rows["mean"].scores[f"{metric}, {group}"].repetitions
             assert found == pytest.approx(values.mean()), (metric, group)

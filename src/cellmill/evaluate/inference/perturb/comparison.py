@@ -19,7 +19,7 @@ from cellmill.evaluate.tasks.perturbation.baselines import NO_CHANGE, ChangesByM
 from cellmill.evaluate.tasks.perturbation.change_scores import (
     METRICS,
     average_perturbations,
-    change_scores,
+    score_changes,
 )
 from cellmill.evaluate.tasks.perturbation.profiles import START_HALF, Profiles
 from cellmill.runs.results import ScoredMethod
@@ -64,7 +64,7 @@ def compare_responses(
         predictions |= _average_others(in_file, names[chosen], [] if is_trained else trained)
         by_metric: dict[str, ByMethod] = {metric: {} for metric in METRICS}
         for method, changes in predictions.items():
-            scores = change_scores(
+            scores = score_changes(
                 changes, measured.changes[chosen], perturbed[chosen], TASK_DEFAULTS.top_genes
             )
             for metric, unit_scores in scores.items():

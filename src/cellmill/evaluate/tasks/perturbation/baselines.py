@@ -1,6 +1,9 @@
 """Baselines that predict the changes of held-out units from the changes of fitted units.
 
-Legend: U units, G genes, F features of a unit.
+Each function gets the changes of all units, (U, G), and the indices of the `fitted` and of the
+`tested` units. It reads the changes of the fitted units only.
+
+Legend: U units (see `profiles.py`), G genes, F features of a unit.
 """
 
 from collections.abc import Sequence
@@ -14,9 +17,11 @@ from cellmill.evaluate.features.expression import ALPHAS
 from cellmill.evaluate.methods import KNN, ByMethod
 from cellmill.runs.results import ScoredMethod
 
-MIN_FITTED = 3  # fitted units with features that a linear prediction needs
+SHORTEST = 1e-12  # vectors that are shorter are divided by this length, so that zeros stay zeros
+MIN_FITTED = 3  # fewest fitted units with features; with fewer, all predictions are the mean
 ChangesByMethod = dict[ScoredMethod, np.ndarray]
-"""Predicted changes `(test units, G)` of each method."""
+"""Predicted changes of the tested units, (test units, G), by method."""
+
 NO_CHANGE = ScoredMethod("no change")
 MEAN = ScoredMethod("mean")
 SAME_MEAN = ScoredMethod("same perturbation", "mean")
@@ -29,10 +34,11 @@ ADDITIVE = ScoredMethod("additive")
 def predict_new_perturbations(
     changes: np.ndarray, fitted: np.ndarray, tested: np.ndarray, features: ByMethod, neighbors: int
 ) -> ChangesByMethod:
-    """Predict changes under perturbations that no fitted unit has.
+    """Predict the changes under perturbations that no fitted unit has.
 
-    `changes` are `(U, G)`, `fitted` and `tested` units, and `features` `(U, F)`. Units with NaN rows
-    have no features and get the mean of the fitted units.
+    `features` are (U, F) by source. The row of a unit without features is NaN. If a tested unit has
+    no features, its prediction is the mean change of the fitted units. `neighbors` is the k of the
+    kNN prediction.
     """
     no_change = np.zeros((len(tested), changes.shape[1]))
     mean = no_change + changes[fitted].mean(0)
@@ -40,15 +46,17 @@ def predict_new_perturbations(
     for source, vectors in features.items():
         by_classifier = {name: mean.copy() for name in ("linear", "nearest", KNN)}
         has_features = np.isfinite(vectors.sum(1))
-        known = fitted[has_features[fitted]]  # units that predictions are fitted on
-        rows = np.flatnonzero(has_features[tested])  # rows of the prediction
-        if len(known) >= MIN_FITTED and len(rows):
-            scaler = StandardScaler().fit(vectors[known])
-            keys = scaler.transform(vectors[known])
-            queries = scaler.transform(vectors[tested[rows]])
-            for name, values in _predict_from_features(
-                keys, queries, changes[known], neighbors
-            ).items():
+        usable = fitted[has_features[fitted]]  # fitted units with features
+        rows = np.flatnonzero(has_features[tested])  # rows of the tested units with features
+        if len(usable) >= MIN_FITTED and len(rows):
+            scaler = StandardScaler().fit(vectors[usable])
+            from_features = _predict_from_features(
+                scaler.transform(vectors[usable]),
+                scaler.transform(vectors[tested[rows]]),
+                changes[usable],
+                neighbors,
+            )
+            for name, values in from_features.items():
                 by_classifier[name][rows] = values
         for name, values in by_classifier.items():
             predicted[replace(source, classifier=name)] = values
@@ -56,28 +64,31 @@ def predict_new_perturbations(
 
 
 def _predict_from_features(
-    keys: np.ndarray, queries: np.ndarray, changes: np.ndarray, neighbors: int
+    fitted_features: np.ndarray,
+    tested_features: np.ndarray,
+    fitted_changes: np.ndarray,
+    neighbors: int,
 ) -> dict[str, np.ndarray]:
-    """(queries, G) by classifier: ridge regression, the most similar fitted unit, and the mean of
-    the `neighbors` most similar fitted units.
+    """Predicted changes of the tested units, (test units, G) by classifier: by ridge regression, by the
+    change of the most similar fitted unit, and by the mean change of the `neighbors` most similar
+    fitted units.
 
-    `keys` and `queries` are standardised features of fitted and test units, `changes` the changes
-    of the fitted units.
+    Features are standardised, (fitted units, F) and (test units, F).
     """
-    ridge = RidgeCV(ALPHAS).fit(keys, changes)
-    # (queries, keys): fitted units by falling cosine similarity
-    cosine = _scale_to_unit(queries) @ _scale_to_unit(keys).T
-    similar = np.argsort(-cosine, axis=1, kind="stable")
+    ridge = RidgeCV(ALPHAS).fit(fitted_features, fitted_changes)
+    # (test units, fitted units): indices of the fitted units, the most similar one first
+    cosine = _scale_to_length_1(tested_features) @ _scale_to_length_1(fitted_features).T
+    by_similarity = np.argsort(-cosine, axis=1, kind="stable")
     return {
-        "linear": ridge.predict(queries),
-        "nearest": changes[similar[:, 0]],
-        KNN: changes[similar[:, :neighbors]].mean(1),
+        "linear": ridge.predict(tested_features),
+        "nearest": fitted_changes[by_similarity[:, 0]],
+        KNN: fitted_changes[by_similarity[:, :neighbors]].mean(1),
     }
 
 
-def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
+def _scale_to_length_1(vectors: np.ndarray) -> np.ndarray:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / lengths.clip(1e-12)
+    return vectors / lengths.clip(SHORTEST)
 
 
 def predict_new_contexts(
@@ -88,34 +99,39 @@ def predict_new_contexts(
     dose: np.ndarray,
     controls: np.ndarray,
 ) -> ChangesByMethod:
-    """Predict changes in contexts, such as donors, that no fitted unit has.
+    """Predict the changes in contexts, such as donors, that no fitted unit has.
 
-    A test unit is predicted from the fitted units of its perturbation and dose, or of all doses of
-    the perturbation if its own was not fitted. A perturbation without a fitted unit gets the mean
-    of the fitted units. `perturbation` and `dose`, `(U,)`, name those of each unit; `controls`,
-    `(U, G)`, are its mean controls.
+    A tested unit is predicted from the fitted units of the same perturbation and dose. If this dose of
+    the perturbation was not fitted, it is predicted from the fitted units of all its doses. If the
+    perturbation was not fitted, the prediction is the mean change of all fitted units.
+
+    `perturbation` and `dose`, both (U,), are the names of each unit's perturbation and dose.
+    `controls`, (U, G), are the mean controls of the strata of each unit. Row SAME_NEAREST has the change
+    of the fitted unit with the most similar controls.
     """
     no_change = np.zeros((len(tested), changes.shape[1]))
     mean = no_change + changes[fitted].mean(0)
     same_mean = mean.copy()
     nearest = mean.copy()
+    # pair (U,): number of the pair of perturbation and dose; is_pair (U, pairs of fitted units)
     names = np.stack([perturbation, dose])
-    number = np.unique(names, axis=1, return_inverse=True)[1].ravel()
-    # (U, perturbations and doses of fitted units)
-    one_hot = (number[:, None] == np.unique(number[fitted])).astype(float)
-    queries = np.zeros((len(tested), one_hot.shape[1]))
+    pair = np.unique(names, axis=1, return_inverse=True)[1].ravel()
+    is_pair = (pair[:, None] == np.unique(pair[fitted])).astype(float)
+    # (test units, pairs of fitted units): the pairs that a tested unit is predicted from, as shares
+    pair_shares = np.zeros((len(tested), is_pair.shape[1]))
     for row, unit in enumerate(tested):
         same = fitted[perturbation[fitted] == perturbation[unit]]
-        same = _prefer(same, dose[same] == dose[unit])
+        same = _select_or_all(same, dose[same] == dose[unit])
         if len(same):
             same_mean[row] = changes[same].mean(0)
             distances = np.abs(controls[same] - controls[unit]).mean(1)
             nearest[row] = changes[same[distances.argmin()]]
-            queries[row] = one_hot[same].mean(0)
+            pair_shares[row] = is_pair[same].mean(0)
+    # ridge regression of the changes on the pairs, which draws pairs of few units towards the mean
     linear = mean
     if len(fitted) > 1:
-        ridge = RidgeCV(ALPHAS).fit(one_hot[fitted], changes[fitted])
-        linear = ridge.predict(queries)
+        ridge = RidgeCV(ALPHAS).fit(is_pair[fitted], changes[fitted])
+        linear = ridge.predict(pair_shares)
     return {
         NO_CHANGE: no_change,
         MEAN: mean,
@@ -125,8 +141,8 @@ def predict_new_contexts(
     }
 
 
-def _prefer(units: np.ndarray, is_preferred: np.ndarray) -> np.ndarray:
-    """The preferred ones of `units`, or all if none is."""
+def _select_or_all(units: np.ndarray, is_preferred: np.ndarray) -> np.ndarray:
+    """The preferred units among `units`; all of `units` if no unit is preferred."""
     return units[is_preferred] if is_preferred.any() else units
 
 
@@ -139,12 +155,16 @@ def sum_changes_of_parts(
     unit_context: np.ndarray,
     parts: Sequence[Sequence[str]],
 ) -> np.ndarray:
-    """(test units, G): sum of the changes under the single parts of a combination.
+    """(test units, G): sum of the changes under the parts of a combination, such as under A and under B
+    for A+B.
 
-    The change under a part is the mean over its fitted units of the same dose, or of all doses if
-    that one has none; of these, over the units of the same context, or of all contexts. A part
-    without fitted units adds nothing. A test unit without any such part has NaN. `perturbation`,
-    `dose` and `unit_context`, `(U,)`, name those of each unit, `parts` its parts.
+    The change under a part is the mean over fitted units whose whole perturbation is this part. Units
+    of the dose of the tested unit are preferred, and among these, units of its context. If there are
+    none, units of all doses, or of all contexts, are averaged. A part without fitted units adds
+    nothing. If no part has a fitted unit, the row is NaN.
+
+    `perturbation`, `dose` and `unit_context`, all (U,), are the names of each unit's perturbation, dose
+    and context. `parts` are the names of the parts of each unit's perturbation.
     """
     sums = np.full((len(tested), changes.shape[1]), np.nan)
     for row, unit in enumerate(tested):
@@ -153,9 +173,9 @@ def sum_changes_of_parts(
             single = fitted[perturbation[fitted] == part]
             if not len(single):
                 continue
-            units = _prefer(single, dose[single] == dose[unit])
-            units = _prefer(units, unit_context[units] == unit_context[unit])
-            part_changes.append(changes[units].mean(0))
+            same = _select_or_all(single, dose[single] == dose[unit])
+            same = _select_or_all(same, unit_context[same] == unit_context[unit])
+            part_changes.append(changes[same].mean(0))
         if part_changes:
             sums[row] = np.sum(part_changes, axis=0)
     return sums

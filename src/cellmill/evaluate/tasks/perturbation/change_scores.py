@@ -1,4 +1,4 @@
-"""Scores of predicted against measured changes of expression.
+"""Scores of predicted changes of expression, compared with the measured changes.
 
 Legend: U units (see `profiles.py`), G genes.
 """
@@ -9,7 +9,8 @@ import numpy as np
 
 from cellmill.data.arrays import divide
 
-METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MAE only
+# names of the metrics in words, by their headings in tables; a lower score is better for MAE only
+METRICS: Mapping[str, str] = {
     "Pearson": "Pearson of the change",
     "discrimination": "discrimination",
     "direction": "direction of the top genes",
@@ -17,25 +18,32 @@ METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for
 }
 
 
-def change_scores(
-    predicted: np.ndarray, measured: np.ndarray, perturbed: np.ndarray, top_genes: int
+def score_changes(
+    predicted: np.ndarray, measured: np.ndarray, is_perturbed: np.ndarray, top_genes: int
 ) -> dict[str, np.ndarray]:
-    """Scores of each unit by metric, (U,) float64; NaN for an undefined score, such as the Pearson of
-    a constant, or any score of a prediction with NaN.
+    """Scores of each unit, (U,) float64 by metric. A score that is not defined is NaN.
 
-    `predicted` and `measured` are changes, `(U, G)`, of units that are tested together. `perturbed`,
-    bool of the same shape, marks the genes that a unit perturbs, which are not scored. Direction is
-    judged on the `top_genes` genes with the largest measured change. Discrimination is the share of
-    other units whose measured change is farther from the prediction than the unit's own, in mean
-    absolute difference (Wu et al. 2024, PerturBench; ties count half).
+    `predicted` and `measured`, (U, G), are the changes of units that are tested together.
+    `is_perturbed`, (U, G) bool, marks the genes that a unit perturbs. These genes are not scored.
+
+    - Pearson is not defined if the predicted or the measured change is equal for all genes.
+    - Discrimination is the share of the other units whose measured change is farther from the
+      prediction than the measured change of the unit. The distance is the mean absolute difference,
+      and equal distances count half (Wu et al. 2024, PerturBench).
+    - Direction is the share of genes whose predicted change has the sign of the measured change. It
+      reads the `top_genes` genes with the largest measured changes.
+    - MAE is the mean absolute error.
+
+    A prediction of no change has an MAE only. A prediction with NaN has no score.
     """
     scores = {metric: np.full(len(measured), np.nan) for metric in METRICS}
     for unit in range(len(measured)):
-        is_scored = ~perturbed[unit]
+        is_scored = ~is_perturbed[unit]
         x = predicted[unit, is_scored]
         y = measured[unit, is_scored]
         scores["MAE"][unit] = np.abs(x - y).mean()
-        # no change has no sign, and is as far from a unit as that unit's change is large
+        # A prediction of no change has no sign. Its distance to a unit says only how large the
+        # unit's change is, so the other scores are not defined.
         if not x.any() or not np.isfinite(x).all():
             continue
         if x.std() > 0 and y.std() > 0:
@@ -43,7 +51,7 @@ def change_scores(
         top = np.argsort(-np.abs(y), kind="stable")[:top_genes]
         scores["direction"][unit] = (np.sign(x[top]) == np.sign(y[top])).mean()
         if len(measured) > 1:
-            # (units,): distance of the prediction to the measured change of each unit
+            # (U,): distance from the prediction to the measured change of each unit
             distances = np.abs(measured[:, is_scored] - x).mean(1)
             excess = np.delete(distances, unit) - distances[unit]
             scores["discrimination"][unit] = (excess > 0).mean() + (excess == 0).mean() / 2
@@ -51,8 +59,10 @@ def change_scores(
 
 
 def average_perturbations(by_unit: np.ndarray, perturbation: np.ndarray) -> np.ndarray:
-    """(repetitions, perturbations): means of `by_unit`, (repetitions, U), over the units of each
-    perturbation. `perturbation`, (U,), has their names.
+    """(repetitions, perturbations) float64: mean of the scores `by_unit`, (repetitions, U), over the
+    units of each perturbation. NaN if no unit of the perturbation has a score.
+
+    `perturbation`, (U,), is the name of each unit's perturbation. Columns are in the order of names.
     """
     names, number = np.unique(perturbation, return_inverse=True)
     is_member = np.eye(len(names))[number]  # (U, perturbations)

@@ -1,17 +1,21 @@
-"""File of stage `predict_changes`: predictions of task `perturbation` and measured cells, one .h5ad for
-metrics of other packages.
+"""The file that stage `predict_changes` writes: predictions of task `perturbation`, and measured cells.
+It is one .h5ad, for metrics of other packages.
 
 X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
-obs     `group`: `start control` (the half of the controls that predictions start from), `measured control` (the other
-        half) or `measured` (a scored cell of a held-out perturbation); `perturbation`: the control's name, or one of
-        those below; `stratum`: number of the batch of a donor that has controls of its own
+obs     a row for each control and for each scored cell of a held-out perturbation
+        `group`: `start control` (controls that predictions start from), `measured control` (the other
+        half of the controls), or `measured` (cells of held-out perturbations)
+        `perturbation`: one of `perturbations` below, or the name of the control
+        `stratum`: number of the cell's stratum (see `profiles.py`)
 var     Ensembl ids, and `symbol`
 uns["cellmill_changes"]
-        perturbations, followed by ` | ` and the dose or the context if there is one; methods and kinds;
-        changes, float32 (methods, perturbations, genes); control; seed; model_digest; n_folds
+        `perturbations`: names, each followed by ` | ` and the dose or the context if there is one
+        `methods` and `kinds`: names and kinds of the methods
+        `changes`: predicted changes, float32 (methods, perturbations, genes)
+        `control`, `seed`, `model_digest`, `n_folds`
 
-A predicted profile is the mean of the start controls, weighted by the strata of the measured cells,
-plus the change.
+A predicted profile is a predicted change plus the mean of the start controls. This mean is weighted by
+the strata of the measured cells.
 
 Legend: U units (see `profiles.py`), G genes.
 """
@@ -40,31 +44,27 @@ from cellmill.evaluate.tasks.perturbation.split_file import SplitFile
 from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, PerturbedUnits
 
 ABOUT_CHANGES = "cellmill_changes"  # key in uns
-# obs column `group`; a control's kind is at the number of its half, START_HALF or REFERENCE_HALF
-CELL_KINDS = ["start control", "measured control", "measured"]
+# Values of obs column `group`. The group of controls is at the index of their half, which is
+# START_HALF (0) or REFERENCE_HALF (1).
+CELL_GROUPS = ["start control", "measured control", "measured"]
 
 
 def write_changes(
     path: Path, context: Context, config: PerturbationConfig, model_digest: str
 ) -> ad.AnnData:
-    """Write the file of stage predict_changes and return its content. Raises DataError if nothing
+    """Write the file of stage `predict_changes`, and return its content. Raises DataError if nothing
     can be held out.
     """
     units, folds = _hold_out(context, config)
     tested = np.sort(np.concatenate([fold.tested for fold in folds]))
-    predictions = [*ChangePredictor(units).predict(folds)]
-    changes = _collect_changes(folds, predictions, tested)
-    scores = score_predictions(units, folds, predictions)
-    pearson = {method: scores["Pearson"][method] for method in changes}
-    for method in choose_best_methods(pearson):
-        changes |= make_probes(
-            method, changes[method], tested, config.probe_noise, context.options.seed
-        )
+    changes = _predict_changes(units, folds, tested)
+    # names of the tested units and of the control, and the cells that are written
     names = [units.unit_names[unit] for unit in tested.tolist()]
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context.roles)][is_control].iloc[0])
     obs = _describe_cells(units, tested, [*names, control])
     cells = np.flatnonzero(obs["group"].notna())
+    # methods, with a note if the model was trained with labels
     methods = []
     for method in changes:
         if method.network == "trained":
@@ -89,7 +89,9 @@ def write_changes(
 
 
 def _hold_out(context: Context, config: PerturbationConfig) -> tuple[PerturbedUnits, list[Fold]]:
-    """Units, and the folds of the first repetition. Raises DataError if there are none."""
+    """The perturbed units, and the folds of the first repetition. Raises DataError if the dataset has no
+    changes of expression, or if no perturbation can be tested.
+    """
     try:
         require_changes(context)
         split_file = None if config.split_file is None else SplitFile.read(config, context)
@@ -111,11 +113,28 @@ def _hold_out(context: Context, config: PerturbationConfig) -> tuple[PerturbedUn
     return units, folds
 
 
+def _predict_changes(
+    units: PerturbedUnits, folds: list[Fold], tested: np.ndarray
+) -> ChangesByMethod:
+    """Predicted changes of the tested units, (tested units, G) by method, by the model, by baselines and
+    by the probes of the best methods. `tested` are all units that `folds` test, ascending.
+    """
+    predictions = [*ChangePredictor(units).predict(folds)]
+    changes = _collect_changes(folds, predictions, tested)
+    scores = score_predictions(units, folds, predictions)
+    pearson = {method: scores["Pearson"][method] for method in changes}
+    noise = units.config.probe_noise
+    seed = units.context.options.seed
+    for method in choose_best_methods(pearson):
+        changes |= make_probes(method, changes[method], tested, noise, seed)
+    return changes
+
+
 def _collect_changes(
     folds: list[Fold], predictions: list[ChangesByMethod], tested: np.ndarray
 ) -> ChangesByMethod:
-    """(tested units, G) by method: predicted changes of all folds, of the methods that predict all
-    of them.
+    """The predictions of all folds as one array for each method, (tested units, G). Methods that do not
+    predict every tested unit are left out.
     """
     changes: ChangesByMethod = {}
     for fold, by_method in zip(folds, predictions):
@@ -128,22 +147,24 @@ def _collect_changes(
 
 
 def _describe_cells(units: PerturbedUnits, tested: np.ndarray, names: list[str]) -> pd.DataFrame:
-    """obs of all cells; cells without a `group` are not written. `names` are the names of the tested
-    units, then the name of the control.
+    """obs of all cells. The `group` of cells that are not written is missing.
+
+    `names` are the names of the tested units, followed by the name of the control.
     """
     profiles = units.profiles
-    # (cells,): number of the tested unit; -1 for other cells, whose unit -1 indexes the last entry
-    position = np.full(len(units.group_of_unit) + 1, -1, np.int64)
+    # position (U + 1,): index of a unit in `tested`, and -1 for a unit that is not tested. The last
+    # entry, also -1, is for cells without a unit, because their unit is -1.
+    position = np.full(units.n_units + 1, -1, np.int64)
     position[tested] = np.arange(len(tested))
-    tested_unit_of_cell = position[units.scored_unit_of_cell]
-    # (cells,): index in CELL_KINDS; -1 for cells that are not written
-    kind = np.where(profiles.stratum >= 0, profiles.half, -1)
-    kind = np.where(tested_unit_of_cell >= 0, CELL_KINDS.index("measured"), kind)
+    position_of_cell = position[units.scored_unit_of_cell]
+    # (cells,): index in CELL_GROUPS, and -1 for cells that are not written
+    group = np.where(profiles.stratum >= 0, profiles.half, -1)
+    group = np.where(position_of_cell >= 0, CELL_GROUPS.index("measured"), group)
     return pd.DataFrame(
         {
-            "group": pd.Categorical.from_codes(kind, CELL_KINDS),
-            # controls have unit -1, the last name
-            "perturbation": pd.Categorical(np.array(names, object)[tested_unit_of_cell]),
+            "group": pd.Categorical.from_codes(group, CELL_GROUPS),
+            # the position of controls is -1, which is the index of the last name
+            "perturbation": pd.Categorical(np.array(names, object)[position_of_cell]),
             "stratum": profiles.stratum,
         },
         index=units.context.reader.obs_names,

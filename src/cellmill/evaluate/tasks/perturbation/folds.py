@@ -1,8 +1,14 @@
-"""Folds of units: groups to fit on and groups to test.
+"""Folds of units: groups to fit on, and groups to test.
 
-If the model saw cells of some groups only, the others are tested, once. If it saw none, all groups
-are tested in turn; if it saw all, none is tested. A split file has its own rule. Only folds of
-perturbations have several repetitions: the others test each group once.
+A group is what is held out together, such as all units of a donor. The folds depend on the groups of
+which the model saw cells:
+
+- if it saw cells of some groups, one fold tests all other groups;
+- if it saw cells of no group, the folds test all groups in turn;
+- if it saw cells of all groups, there are no folds.
+
+Perturbations that are tested in turn are divided anew in each repetition. Groups of other kinds are
+tested once. A split file says itself which units are fitted on, and which are tested.
 """
 
 from collections.abc import Iterator
@@ -17,8 +23,10 @@ from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, Pertu
 
 
 def divide_by_novelty(units: PerturbedUnits) -> dict[str, list[Fold]]:
-    """Folds by the novelty of the units that they test, in words, such as `new donor`. Only a split
-    file has several. Empty if nothing can be tested.
+    """Folds by novelty, which says in words how the tested units are new, such as `new donor`. Empty if
+    no unit can be tested.
+
+    Only a split file has several novelties, with one fold each.
     """
     if units.split_file is None:
         folds = [*make_folds(units)]
@@ -32,13 +40,13 @@ def divide_by_novelty(units: PerturbedUnits) -> dict[str, list[Fold]]:
 
 
 def make_folds(units: PerturbedUnits) -> Iterator[Fold]:
-    """Folds by what the model saw and by what is held out. Empty if the model saw cells of all groups,
-    if there are fewer than two groups, or for doses if no compound has MIN_DOSES of them.
+    """Folds of the units without a split file. There are none if the model saw cells of all groups, if
+    there are fewer than two groups, or if doses are held out and no compound has MIN_DOSES doses.
     """
     if len(np.unique(units.group_of_unit)) < 2 or not units.is_testable.any():
         return
     if not units.is_testable.all():
-        yield _test_the_rest(units)
+        yield _test_unseen_groups(units)
     elif units.held_out == DOSE:
         yield from _divide_doses(units)
     elif units.held_out == PERTURBATION:
@@ -47,11 +55,12 @@ def make_folds(units: PerturbedUnits) -> Iterator[Fold]:
         yield from _divide_contexts(units)
 
 
-def _test_the_rest(units: PerturbedUnits) -> Fold:
-    """The one fold that tests the groups of which the model saw no cell.
+def _test_unseen_groups(units: PerturbedUnits) -> Fold:
+    """The one fold that tests all groups of which the model saw no cell.
 
-    Baselines are fitted on the groups that the model was trained on, not on groups that only
-    validated it. They are fitted on all other groups if the model was trained on none.
+    Baselines are fitted on the groups that the model was trained on, but not on groups that only
+    validated the model. If the model was trained on no group, baselines are fitted on all groups that
+    are not tested.
     """
     fitted = ~units.is_testable & units.in_trained_group
     if not fitted.any():
@@ -60,13 +69,15 @@ def _test_the_rest(units: PerturbedUnits) -> Fold:
 
 
 def _divide_doses(units: PerturbedUnits) -> Iterator[Fold]:
-    """One repetition, whose first fold tests the lowest dose of each compound, the next one the next."""
+    """Folds of one repetition. The first fold tests the lowest dose of each compound, and each further
+    fold tests the next higher dose.
+    """
     for tested in leave_out_doses(units.perturbation, units.log_dose):
         yield Fold(0, np.setdiff1d(np.arange(units.n_units), tested), tested)
 
 
 def _divide_perturbations(units: PerturbedUnits) -> Iterator[Fold]:
-    """A repetition for each of `seeds`, whose folds test perturbations in shuffled order."""
+    """Folds of `seeds` repetitions. The folds of a repetition divide the shuffled perturbations."""
     groups = np.unique(units.group_of_unit)
     options = units.context.options
     n_folds = min(options.folds, len(groups))
@@ -78,7 +89,9 @@ def _divide_perturbations(units: PerturbedUnits) -> Iterator[Fold]:
 
 
 def _divide_contexts(units: PerturbedUnits) -> Iterator[Fold]:
-    """One repetition, whose folds test a context or several, at most `most_folds`."""
+    """Folds of one repetition, at most `most_folds`. A fold tests one context, or several if there are
+    more contexts than folds.
+    """
     n_folds = min(len(np.unique(units.group_of_unit)), units.config.most_folds)
     splitter = GroupKFold(n_folds)
     for fitted, tested in splitter.split(units.group_of_unit, groups=units.group_of_unit):
@@ -86,7 +99,7 @@ def _divide_contexts(units: PerturbedUnits) -> Iterator[Fold]:
 
 
 def explain_no_folds(units: PerturbedUnits) -> str:
-    """Why there are no folds, if there are none."""
+    """The reason for which `divide_by_novelty` returned no folds, as a message."""
     n_groups = len(np.unique(units.group_of_unit))
     lacks_doses = units.config.doses == "column" and "dose" not in units.context.roles
     enough = f"{units.config.min_cells} cells or more (min_cells)"

@@ -18,7 +18,7 @@ from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.evaluate.tasks.perturbation.change_scores import (
     METRICS,
     average_perturbations,
-    change_scores,
+    score_changes,
 )
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import choose_best_methods, make_probes
@@ -87,7 +87,7 @@ def score_pairs(
     by_unit: dict[str, ByMethod] = {metric: {} for metric in METRICS}
     for fold, pair_by_method in zip(folds, pairs):
         for method, pair in pair_by_method.items():
-            unit_scores = change_scores(
+            unit_scores = score_changes(
                 pair.predicted, pair.measured, perturbed[fold.tested], units.config.top_genes
             )
             for metric, values in unit_scores.items():
