@@ -237,6 +237,33 @@ def test_balanced_weights_average_one(tmp_path: Path) -> None:
         assert part.class_weights == pytest.approx(expected)
 
 
+def test_equal_numbers_and_numbers_beyond_float32(tmp_path: Path) -> None:
+    ages = np.arange(90) % 7 + 0.5
+    with_sentinels = np.where(np.arange(90) % 3 == 0, np.finfo(np.float64).max, ages)
+    obs: dict[str, object] = {"equal": np.full(90, 0.1), "age": with_sentinels}
+    manifest = write_corpus(tmp_path, 90, obs=obs)
+
+    def fit(column: str) -> Any:
+        objective = {"name": "regression", "target_column": column}
+        options = train_options(model={"family": "profile"}, objective=objective)
+        return fit_options(options, tmp_path, manifest).objective
+
+    # the standard deviation of these equal numbers is not 0, but 1.4e-17
+    with refused(
+        "objective.target_column equal: expected numbers that differ, got 90 training cells with the "
+        "same number; choose another column"
+    ):
+        fit("equal")
+    fitted = fit("age")
+    known = ages[np.arange(90) % 3 > 0]
+    assert fitted.target_mean == pytest.approx(known.mean())
+    assert fitted.target_std == pytest.approx(known.std())
+    objective = fitted.load()(fitted, TOKENS)
+    numbers = torch.tensor([[known[0]], [torch.finfo(torch.float64).max], [-1e39], [torch.nan]])
+    batch = replace(to_tensors(random_cells([4] * 4, TOKENS, GENES)), numbers=numbers)
+    assert objective.find_targets(batch)[1].tolist() == [True, False, False, False]
+
+
 def test_columns_without_use_are_refused() -> None:
     objective = {"name": "classification", "label_column": "kind"}
     options = train_options(model={"family": "profile"}, objective=objective)
@@ -252,14 +279,13 @@ def test_columns_without_use_are_refused() -> None:
     ):
         check_levels(options, {"kind": levels}, 100)
     by_batch = {"name": "cell_decoding", "batch_column": "dataset"}
-    with pytest.raises(
-        ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"
-    ):
-        check_levels(
-            train_options(model={"family": "profile"}, objective=by_batch),
-            {"dataset": ("one",)},
-            100,
-        )
+    options = train_options(model={"family": "profile"}, objective=by_batch)
+    check_levels(options, {"dataset": ("one", "two")}, 100)
+    for one_level in (("one",), ("one", "<missing>")):
+        with pytest.raises(
+            ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"
+        ):
+            check_levels(options, {"dataset": one_level}, 100)
     weights = {"class_weights": {"B cell": 2.0, "T cels": 3.0}}
     summed = {"name": "sum", "parts": {"types": objective | weights}}
     for option, weighted in (

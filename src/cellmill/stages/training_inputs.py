@@ -104,8 +104,11 @@ class CorpusFacts:
         option = self.options.number_columns()[column]
         self.shards.fingerprint_with((), {column: option})  # raises if there is no such column
         numbers = self._read_column("numbers", column)
-        numbers = numbers[np.isfinite(numbers)]
-        if not len(numbers) or not numbers.std():
+        # targets are float32, so a number that float32 cannot hold counts as missing
+        # (`models.objectives.regression`); NaN is not at most the largest number either
+        numbers = numbers[np.abs(numbers) <= np.finfo(np.float32).max]
+        # the standard deviation of equal numbers may be a rounding error instead of 0
+        if not len(numbers) or np.ptp(numbers) == 0:
             which = "the same" if len(numbers) else "a"
             raise ConfigError(
                 f"{option} {column}: expected numbers that differ, got {len(numbers):,} training cells with {which} "
@@ -198,15 +201,20 @@ def check_levels(
 ) -> None:
     """Raise ConfigError if a run cannot learn from the levels of a column.
 
-    A column must have several levels, its labels must be shared by cells, and levels that options
-    name must exist. Print a warning for labels that may mean no label.
+    A column must have several levels. In a column of the objective MISSING does not count as a level,
+    because objectives learn nothing from cells without a value. Labels must be shared by cells, and
+    levels that options name must exist. Print a warning for labels that may mean no label.
     """
+    objective_columns = options.objective.columns().levels
     for name, option in options.read_columns().items():
+        known_levels = _exclude_missing(levels[name])
         if name in options.objective.supervised_by:
-            _check_labels(f"{option} {name}", name, _exclude_missing(levels[name]), train_cells)
-        elif len(levels[name]) < 2:
+            _check_labels(f"{option} {name}", name, known_levels, train_cells)
+            continue
+        used_levels = known_levels if name in objective_columns else levels[name]
+        if len(used_levels) < 2:
             raise ConfigError(
-                f"{option} {name}: all cells of the corpus have the same value; choose another "
+                f"{option} {name}: all cells of the corpus with a value have the same value; choose another "
                 "column, or do without"
             )
     for option, name, wanted_levels in options.objective.columns().named:

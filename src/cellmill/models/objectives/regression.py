@@ -77,7 +77,8 @@ class Regression(CellObjective):
         assert batch.numbers is not None, "the batch has no numbers"
         numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
         targets = (numbers - self._mean) / self._std
-        return targets.float(), numbers.isfinite()
+        # a number that float32 cannot hold is missing, as it was when `fit` took the mean
+        return targets.float(), numbers.float().isfinite()
 
     def predict(
         self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
