@@ -55,7 +55,7 @@ FAULTS = [
     Fault("SHA-256 of a checkpoint's file is not compared", "runs/folder.py", "(contents or name in SMALL) and", "False and", "unit/test_train_folder.py distributed/test_checkpoints.py"),
     Fault("a class needs one cell more", "evaluate/tasks/classification/few_shot.py", "n >= shots + MIN_TESTED", "n > shots + MIN_TESTED", "unit/test_classifying_tasks.py"),
     Fault("the adversary's gradient is not reversed", "models/blocks.py", "-ctx.scale * grad", "ctx.scale * grad", "unit/test_cell_decoding.py"),
-    Fault("covariance of VICReg divided by n", "models/objectives/shared/vicreg.py", "(n - 1).clamp(min=1)", "n", "unit/test_views.py"),
+    Fault("covariance of VICReg divided by n", "models/objectives/shared/vicreg.py", "(n_cells - 1).clamp(min=1)", "divisor", "unit/test_views.py"),
     Fault("mean state divides by all tokens of a cell with covariates", "models/cell_encoder.py", "lengths = segment_sum(", "_ = segment_sum(", "unit/test_cell_encoder.py"),
     Fault("a claim is never silent for too long", "runs/lock.py", "(modified_ns == first_ns and silent_s >= LEASE_S)", "False", "unit/test_jobs.py"),
     Fault("another job's claim is not noticed", "runs/lock.py", "if newest is not None and newest != self.file:", "if False:", "unit/test_jobs.py"),

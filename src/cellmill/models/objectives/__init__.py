@@ -1,4 +1,5 @@
-"""Objectives: targets, loss, and the metrics and verdicts of `evaluate`, in a file named after each.
+"""Objectives: one file for each, with its targets, its loss, and the metrics and verdicts of `evaluate`.
 
-`cell_decoding.py` also has denoise. Folder `shared` has the code that several of them need.
+`cell_decoding.py` also implements objective `denoise`. The folder `shared` has the code that several
+objectives need.
 """

@@ -1,14 +1,13 @@
-"""classification: predict a cell's label from its vector.
+"""classification: predict a cell's label from the cell's vector.
 
-The loss is the cross-entropy, in training times the weight of the cell's label. The head has one
-output per level, so that `init_from` can match its rows by the level's name. If some cells have no
-value, the last level is MISSING. It is not a label, and its logit is left out.
+The loss of a cell is the cross-entropy. In training it is multiplied by the weight of the cell's label.
+The head has one output for each level of the label column, so that `init_from` can match the rows of
+the head by the name of the level. If some cells have no value, the last level is MISSING. MISSING is
+not a label, and its logit is left out.
 
-With `adversarial_scale` the encoder gets the reversed gradient, times this number: the head learns the
-label, and the encoder hides it (Ganin & Lempitsky 2015). Such a loss is left out of the validation
-loss, and `judge` gives no verdict on it.
-
-Legend: C cells with a target, L levels, E width of a cell's vector.
+With `adversarial_scale` the head learns the label, but the encoder learns to hide the label: the encoder
+receives the gradient reversed and multiplied by `adversarial_scale` (Ganin & Lempitsky 2015). The
+validation loss leaves such a loss out, and `judge` gives no verdict on it.
 """
 
 from collections.abc import Sequence
@@ -34,9 +33,10 @@ from cellmill.models.objectives.shared.per_cell import CellHead, LabelObjective,
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedLabelBatch(TargetBatch):
-    """The shown tokens, the labels of the cells that have one, and their weights."""
+    """The shown tokens of all cells, and the labels of the cells that have a label, with weights."""
 
-    cell_weights: Tensor  # `(C,)` float32: weight of each cell's label in the loss
+    cell_weights: Tensor
+    """(target cells,) float32: the weight of each cell's loss, which depends on the cell's label."""
 
 
 class Classification(LabelObjective):
@@ -44,18 +44,22 @@ class Classification(LabelObjective):
     metric_names = ("accuracy",)
     n_sums = 2
     temperature: float | None = None
-    """Fitted temperature of an exported head, for the calibration in `judge`; set by `evaluate`."""
+    """Temperature that an exported head was calibrated with; None if it was not calibrated.
+
+    Task `reconstruct` sets it before it calls `judge`.
+    """
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config
-        # the validation loss chooses the checkpoint: a model that hides the label must not look worse
+        # An adversarial loss rises while the encoder learns to hide the label. In the validation loss,
+        # by which training chooses the best checkpoint, it would make a better encoder look worse
         self.in_validation_loss = config.adversarial_scale is None
         self.head_name = f"label_head{self.suffix}"
         n_levels = len(self.levels[config.label_column])
         head = CellHead(model.vector_width, config.head_hidden, n_levels, config.head_dropout)
         setattr(model, self.head_name, head)
-        last = f"{self.head_name}.out"
-        model.add_level_rows(config.label_column, f"{last}.weight", f"{last}.bias")
+        last_layer = f"{self.head_name}.out"
+        model.add_level_rows(config.label_column, f"{last_layer}.weight", f"{last_layer}.bias")
         return (self.head_name,)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> WeightedLabelBatch:
@@ -84,33 +88,40 @@ class Classification(LabelObjective):
     def predict(
         self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
     ) -> Tensor:
-        """Predict the logits of the labels, `(C, L - 1)` float32, or `(C, L)` if every cell has one."""
-        if self.config.adversarial_scale:  # the encoder gets the reversed gradient
+        """Predict the logits of the labels, (cells, labels) float32, without the logit of MISSING."""
+        if self.config.adversarial_scale:  # reverse the gradient that the encoder receives
             vectors = ReverseGradient.apply(vectors, self.config.adversarial_scale)
         logits: Tensor = getattr(model, self.head_name)(vectors, cell_keys)
         return logits[:, : len(self.label_names)].float()
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score logits against the frequencies of the labels in the same cells.
+        """Compare the logits with the frequencies of the labels in the same cells.
 
-        A label that the model hides has no verdict.
+        A label that the encoder hides gets metrics, but no verdict.
         """
         label_indices, logits = observed
         logits = logits.astype(np.float64)
         n_cells = len(label_indices)
+
+        # the model
         log_probabilities = torch.from_numpy(logits).log_softmax(1).numpy()
         loss = float(-log_probabilities[np.arange(n_cells), label_indices].mean())
         is_correct = log_probabilities.argmax(1) == label_indices
+
+        # the baseline predicts the frequencies of the labels: its cross-entropy is their entropy
         _, counts = np.unique(label_indices, return_counts=True)
         frequencies = counts / n_cells
         entropy = float((frequencies * np.log(1 / frequencies)).sum())
+
         metrics = {
             "n_targets": n_cells,
             "cross_entropy": loss,
             "cross_entropy_frequencies": entropy,
             "accuracy": float(is_correct.mean()),
-            "accuracy_largest_label": float(frequencies.max()),
+            "accuracy_largest_label": float(frequencies.max()),  # of the most frequent label
         }
+
+        # the calibration with the fitted temperature, if there is one, and without a temperature
         if self.temperature is not None:
             metrics["temperature"] = self.temperature
             metrics["calibration_error"] = calibration_error_of_logits(
@@ -119,6 +130,7 @@ class Classification(LabelObjective):
         metrics["calibration_error_uncalibrated"] = calibration_error_of_logits(
             logits, label_indices
         )
+
         if self.config.adversarial_scale:
             return metrics, []
         name = f"classification of {self.config.label_column}"

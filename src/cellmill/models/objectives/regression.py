@@ -1,11 +1,13 @@
-"""regression: predict a number per cell from its vector.
+"""regression: predict a number per cell from the cell's vector.
 
-The head predicts the standardised number. Loss pearson is 1 - r, where r is the correlation over the
-cells of the global batch. It leaves scale and offset of the predictions arbitrary, so only
-correlations judge them.
+The head predicts the standardised number: the number minus the mean of the training cells, divided by
+their standard deviation. The loss is the squared error, the Huber loss, or with `loss: pearson` 1 - r.
+There r is the correlation of predictions and numbers over the cells of the global batch. A correlation
+does not change if all predictions are shifted or scaled. So with `loss: pearson` the predictions have no
+unit, and `judge` reports only correlations.
 
-Legend: C cells with a target, E width of a cell's vector, S slots of a global batch: a row per cell
-with a target, zeros in the others (`train.batch_rows`).
+In the shapes below, "slots" are the slots of a global batch. Each slot has the row of one cell with a
+number, or only zeros if it is empty (`train.batch_rows`).
 """
 
 import math
@@ -30,23 +32,25 @@ from cellmill.models.objective import (
 from cellmill.models.objectives.shared.per_cell import CellHead, CellObjective, TargetBatch
 from cellmill.runs.results import compare
 
-# added to the variances of predictions and targets, so that constant predictions have correlation 0
-# and a finite gradient
-EPS = 1e-8
+VARIANCE_EPS = 1e-8
+"""Added to the variances of predictions and targets in the loss.
+
+Constant predictions then have correlation 0 and a finite gradient, instead of 0 / 0.
+"""
 
 
 class MomentSums(NamedTuple):
-    """Sums over cells of predictions x and targets y.
+    """Sums over cells of functions of the prediction x and the target y of each cell.
 
-    Tensors in `validation_sums`, floats in `validation_metrics`.
+    The sums are tensors in `validation_sums`, and floats in `validation_metrics`.
     """
 
-    n: Any
-    x: Any
-    y: Any
-    xx: Any
-    yy: Any
-    xy: Any
+    n_cells: Any
+    sum_x: Any
+    sum_y: Any
+    sum_xx: Any
+    sum_yy: Any
+    sum_xy: Any
 
 
 class Regression(CellObjective):
@@ -65,29 +69,35 @@ class Regression(CellObjective):
 
     @property
     def _mean(self) -> float:
-        """Mean of the numbers that are standardised."""
+        """The mean that standardisation subtracts; 0 until `fit` or an option sets it."""
         return self.config.target_mean or 0.0
 
     @property
     def _std(self) -> float:
-        """Standard deviation of the numbers that are standardised."""
+        """The standard deviation that standardisation divides by; 1 until `fit` or an option sets it."""
         return self.config.target_std or 1.0
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         assert batch.numbers is not None, "the batch has no numbers"
         numbers = batch.numbers[:, self.number_columns.index(self.config.target_column)]
+        # A number that float32 cannot hold, such as 1e300, counts as missing. `fit` left such numbers
+        # out of the mean and the standard deviation too
+        is_known = numbers.float().isfinite()
         targets = (numbers - self._mean) / self._std
-        # a number that float32 cannot hold is missing, as it was when `fit` took the mean
-        return targets.float(), numbers.float().isfinite()
+        return targets.float(), is_known
 
     def predict(
         self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
     ) -> Tensor:
+        """Predict the standardised numbers, (cells,) float32, from `vectors` (cells, vector width)."""
         predicted: Tensor = getattr(model, self.head_name)(vectors, cell_keys)
         return predicted[:, 0].float()
 
     def predict_in_units(self, model: ObjectiveModel, vectors: Tensor) -> Tensor:
-        """Predict numbers in the unit of the column: `vectors` `(C, E)` -> `(C,)` float32."""
+        """Predict numbers in the unit of the column, (cells,) float32.
+
+        `vectors` are (cells, vector width).
+        """
         return self.predict(model, vectors) * self._std + self._mean
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
@@ -100,7 +110,7 @@ class Regression(CellObjective):
         return F.mse_loss(predicted, targets, reduction="sum")
 
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Make the row [1, prediction, target] of each cell, `(C, 3)` float32."""
+        """Make the row [1, prediction, target] of each cell with a number, (target cells, 3) float32."""
         predicted = self.predict_targets(model, states, prepared)
         return (_stack_rows(predicted, prepared.targets),)
 
@@ -111,46 +121,53 @@ class Regression(CellObjective):
         x = predicted.double()
         y = prepared.targets.double()
         sums = MomentSums(
-            n=torch.ones_like(x).sum(),
-            x=x.sum(),
-            y=y.sum(),
-            xx=(x * x).sum(),
-            yy=(y * y).sum(),
-            xy=(x * y).sum(),
+            n_cells=torch.ones_like(x).sum(),
+            sum_x=x.sum(),
+            sum_y=y.sum(),
+            sum_xx=(x * x).sum(),
+            sum_yy=(y * y).sum(),
+            sum_xy=(x * y).sum(),
         )
         return torch.stack(sums)
 
     def validation_metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        n, x, y, xx, yy, xy = MomentSums(*sums)
-        # covariance and variances, each times n squared
-        covariance = n * xy - x * y
-        x_variance = n * xx - x * x
-        y_variance = n * yy - y * y
-        is_constant = (
-            x_variance <= MIN_VARIANCE_FRAC * n * xx or y_variance <= MIN_VARIANCE_FRAC * n * yy
-        )
-        if is_constant:
+        """Compute the correlation of predictions and targets, unless either of them is constant.
+
+        The variance of a constant may be a rounding error instead of 0. So a variance counts as 0 if it
+        is at most MIN_VARIANCE_FRAC of the mean square.
+        """
+        n, sum_x, sum_y, sum_xx, sum_yy, sum_xy = MomentSums(*sums)
+        # the covariance and the variances, each multiplied by n squared
+        scaled_covariance = n * sum_xy - sum_x * sum_y
+        scaled_variance_x = n * sum_xx - sum_x * sum_x
+        scaled_variance_y = n * sum_yy - sum_y * sum_y
+        is_constant_x = scaled_variance_x <= MIN_VARIANCE_FRAC * n * sum_xx
+        is_constant_y = scaled_variance_y <= MIN_VARIANCE_FRAC * n * sum_yy
+        if is_constant_x or is_constant_y:
             return {}
-        return {"pearson": covariance / math.sqrt(x_variance * y_variance)}
+        return {"pearson": scaled_covariance / math.sqrt(scaled_variance_x * scaled_variance_y)}
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score standardised predictions: correlations and, unless the loss is pearson, errors.
+        """Score standardised predictions: by correlations and, unless the loss is pearson, by errors.
 
-        Constant targets get no score, and constant predictions no correlation.
+        If all targets are equal, there is no score. If all predictions are equal, there is no correlation.
         """
         targets, predicted = (values.astype(np.float64) for values in observed)
         metrics: dict[str, Any] = {"n_targets": len(targets)}
         if targets.var() == 0:
             return metrics, []
+
         correlation = pearson(targets, predicted)
         if correlation is not None:
             metrics["pearson"] = correlation
             metrics["spearman"] = pearson(_rank(targets), _rank(predicted))
+
         name = f"regression of {self.config.target_column}"
         if self.config.loss == "pearson":
             if correlation is None:
                 return metrics, []
             return metrics, [compare(name, "no correlation", "Pearson's r", correlation)]
+
         errors = targets - predicted
         r2 = float(1 - np.square(errors).mean() / targets.var())
         metrics["r2"] = r2
@@ -162,35 +179,37 @@ class Regression(CellObjective):
 
 
 def _stack_rows(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Stack the rows that `correlation_loss_sum` reads, `(C, 3)` float32."""
+    """Stack the rows [1, prediction, target] that `correlation_loss_sum` reads, (cells, 3) float32."""
     return torch.stack([torch.ones_like(predicted), predicted, targets], dim=1)
 
 
 def correlation_loss_sum(rows: Tensor) -> Tensor:
-    """Compute n (1 - r), a float64 scalar, for n cells with correlation r.
+    """Compute n (1 - r), a float64 scalar, for n cells whose predictions and targets correlate by r.
 
-    Each of the `rows` `(S, 3)` is [1, prediction, target]; a row of zeros is an empty slot.
+    `rows` are (slots, 3). The row of a cell is [1, prediction, target], and the row of an empty slot is
+    zeros.
     """
-    filled, predicted, targets = rows.double().unbind(1)
+    filled, predicted, targets = rows.double().unbind(1)  # filled is 1 for a slot with a cell, or 0
     n_cells = filled.detach().sum()
-    n = n_cells.clamp(min=1)
-    x_mean = predicted.sum() / n
-    y_mean = targets.sum() / n
-    x = predicted - filled * x_mean
-    y = targets - filled * y_mean
-    x_variance = x.square().sum() / n + EPS
-    y_variance = y.square().sum() / n + EPS
-    covariance = (x * y).sum() / n
-    correlation = covariance / (x_variance * y_variance).sqrt()
+    divisor = n_cells.clamp(min=1)  # no 0 / 0 without cells
+    predicted_mean = predicted.sum() / divisor
+    target_mean = targets.sum() / divisor
+    # centred predictions and targets; empty slots stay 0
+    x = predicted - filled * predicted_mean
+    y = targets - filled * target_mean
+    variance_x = x.square().sum() / divisor + VARIANCE_EPS
+    variance_y = y.square().sum() / divisor + VARIANCE_EPS
+    covariance = (x * y).sum() / divisor
+    correlation = covariance / (variance_x * variance_y).sqrt()
     return n_cells * (1 - correlation)
 
 
 def _rank(values: np.ndarray) -> np.ndarray:
-    """Return the rank of each of `values`, `(n,)`; equal values share their mean rank.
+    """Return the rank of each of `values`, (n,), from 1; equal values get the mean of their ranks.
 
-    Without scipy.stats, whose import takes 1 s.
+    The function does not use scipy.stats, because importing scipy.stats takes 1 s.
     """
-    # equal values are a group; its last rank is the number of values up to it
+    # equal values form a group; the last rank of a group is the number of values up to its end
     _, group, group_size = np.unique(values, return_inverse=True, return_counts=True)
     last_rank = group_size.cumsum()
     mean_rank: np.ndarray = last_rank - (group_size - 1) / 2

@@ -1,16 +1,17 @@
-"""supervised_contrastive: cells of one label have similar vectors.
+"""supervised_contrastive: train cells with the same label to have similar vectors.
 
-Every cell is in turn the anchor, and is compared with all other cells of the global batch. Cells with
-the anchor's label are its positives. For each positive the loss is its cross-entropy among all other
-cells, with cosine / temperature as logits. An anchor's loss is their mean, or 0 without a positive
-(Khosla et al. 2020, equation 2, L_out).
+Each cell is the anchor once, and is compared with all other cells of the global batch. The positives of
+an anchor are the other cells with the anchor's label. The logit of a cell is the cosine of the cell's
+vector and the anchor's vector, divided by the temperature. The loss of an anchor is the mean, over the
+anchor's positives, of the cross-entropy of picking that positive among all other cells. An anchor without
+a positive has loss 0 (Khosla et al. 2020, equation 2, L_out).
 
-There is no projection head. The published loss has two augmented views of each image; here a cell is
-encoded once. In a `sum` with cell_decoding the vector comes from the shown part, which changes from
-step to step.
+There is no projection head. The published loss compares two augmented views of each image. Here each
+cell is encoded once. In a `sum` with cell_decoding the vector comes from the shown part of the cell, and
+the shown part changes from step to step.
 
-Legend: C cells with a target, E width of a cell's vector, S slots of a global batch: a row per cell
-with a target, zeros in the others (`train.batch_rows`), A anchors.
+In the shapes below, "slots" are the slots of a global batch. Each slot has the row of one cell with a
+label, or only zeros if it is empty (`train.batch_rows`).
 """
 
 import math
@@ -31,7 +32,7 @@ from cellmill.models.objective import (
 )
 from cellmill.models.objectives.shared.per_cell import LabelObjective, TargetBatch
 
-ANCHORS_PER_CHUNK = 1024  # anchors whose logits exist at once
+ANCHORS_PER_CHUNK = 1024  # at most this number of anchors have their logits in memory at once
 
 
 class SupervisedContrastive(LabelObjective):
@@ -46,9 +47,12 @@ class SupervisedContrastive(LabelObjective):
         return self.coupled_loss(rows, prepared)
 
     def coupled_rows(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensors:
-        """Make the row [level code of the label, unit vector] of each cell, `(C, 1 + E)` float32."""
+        """Make the row [level code of the label, unit vector] of each cell with a label.
+
+        The rows are (target cells, 1 + vector width) float32.
+        """
         vectors = model.cell_vectors(states, prepared)[prepared.target_cells].float()
-        # from 1: the first number of a row may not be 0
+        # level codes begin at 1, because the first number of a row must not be 0
         codes = prepared.targets[:, None].to(vectors) + 1
         return (torch.cat([codes, F.normalize(vectors, dim=1)], dim=1),)
 
@@ -56,45 +60,53 @@ class SupervisedContrastive(LabelObjective):
         return tuple(contrastive_loss_sum(table, self.config.temperature) for table in tables)
 
     def observe(self, model: ObjectiveModel, prepared: TargetBatch) -> Tensors:
-        """Return indices of labels, `(C,)` int64, and unit vectors, `(C, E)` float32."""
+        """Return the index of each cell's label, int64, and the cell's unit vector, float32.
+
+        The shapes are (target cells,) and (target cells, vector width).
+        """
         (rows,) = self.coupled_rows(model, model.states(prepared), prepared)
         return prepared.targets, rows[:, 1:]
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score the mean loss against the loss if all vectors were equal.
+        """Compare the mean loss with the loss that equal vectors of all cells would have.
 
-        There is no score if no two cells share a label.
+        If no two cells have the same label, there is nothing to compare: the only metric is the number
+        of cells, and there is no verdict.
         """
         label_indices, vectors = (torch.from_numpy(array) for array in observed)
         n_cells = len(label_indices)
         has_positive = torch.bincount(label_indices)[label_indices] > 1
         if not has_positive.any():
             return {"n_targets": n_cells}, []
+
         rows = torch.cat([label_indices[:, None].float() + 1, vectors], dim=1)
         loss = float(contrastive_loss_sum(rows, self.config.temperature)) / n_cells
-        # every other cell has the same probability if all vectors are equal
-        loss_if_all_equal = float(has_positive.double().mean()) * math.log(n_cells - 1)
+        # if all vectors are equal, an anchor picks each of the other cells with the same probability
+        equal_vectors_loss = float(has_positive.double().mean()) * math.log(n_cells - 1)
+
         metrics = {
             "n_targets": n_cells,
             "supervised_contrastive": loss,
-            "supervised_contrastive_alike": loss_if_all_equal,
+            "supervised_contrastive_alike": equal_vectors_loss,
         }
         name = f"supervised contrast of {self.config.label_column}"
-        return metrics, cross_entropy_verdicts(name, "equal vectors", loss - loss_if_all_equal)
+        return metrics, cross_entropy_verdicts(name, "equal vectors", loss - equal_vectors_loss)
 
 
 def contrastive_loss_sum(rows: Tensor, temperature: float) -> Tensor:
     """Sum the loss over the cells of a global batch, a float64 scalar.
 
-    Each of the `rows` `(S, 1 + E)` is [level code of the label, unit vector]; a row of zeros is an
-    empty slot.
+    `rows` are (slots, 1 + vector width). The row of a cell is [level code of the label, unit vector],
+    and the row of an empty slot is zeros.
     """
     codes = rows[:, 0].detach()
     vectors = rows[:, 1:]
     loss = rows.new_zeros((), dtype=torch.float64)
-    # without rows there is still one chunk, without anchors, so the loss has a gradient
+    # `split` yields one empty chunk if there are no rows. So the loss always depends on `rows`, and
+    # always has a gradient
     for anchors in torch.arange(len(rows), device=rows.device).split(ANCHORS_PER_CHUNK):
-        # recompute in the backward pass, to hold ANCHORS_PER_CHUNK * S logits at a time, not S * S
+        # The backward pass computes the logits of a chunk once more. So only the logits of one chunk,
+        # (ANCHORS_PER_CHUNK, slots), are in memory, and never all (slots, slots)
         loss = loss + checkpoint(
             _anchor_loss_sum,
             codes,
@@ -108,19 +120,25 @@ def contrastive_loss_sum(rows: Tensor, temperature: float) -> Tensor:
 
 
 def _anchor_loss_sum(codes: Tensor, vectors: Tensor, anchors: Tensor, temperature: float) -> Tensor:
-    """Sum the loss of the cells in slots `anchors` `(A,)` int64, a float64 scalar.
+    """Sum the loss over some anchors, a float64 scalar.
 
-    `codes` are `(S,)`, `vectors` `(S, E)`.
+    `codes` (slots,) are the level codes of the labels, and `vectors` (slots, vector width) the unit
+    vectors, of all slots. `anchors` (anchors,) int64 are the slots of the anchors.
     """
-    anchor_codes = codes[anchors, None]  # `(A, 1)`
+    # (anchors, slots) bool: the other cells of the global batch, and the positives among them
+    anchor_codes = codes[anchors, None]
     slots = torch.arange(len(codes), device=codes.device)
-    # `(A, S)` bool: the other cells, and those of them with the anchor's label
     is_other = (codes != 0) & (slots != anchors[:, None])
     is_positive = is_other & (codes == anchor_codes)
-    n_positive = is_positive.sum(1)
+    n_positives = is_positive.sum(1)
+
     cosines = vectors[anchors] @ vectors.T
     logits = (cosines / temperature).masked_fill(~is_other, -torch.inf)
-    # anchors without positives add nothing; their logits may all be -inf, so use zeros instead
-    log_sum = torch.where(n_positive[:, None] > 0, logits, 0).logsumexp(1)
-    mean_positive = torch.where(is_positive, logits, 0).sum(1) / n_positive.clamp(min=1)
-    return torch.where(n_positive > 0, log_sum - mean_positive, 0).sum().double()
+    # An anchor without positives adds 0 to the loss. All of its logits may be -inf, and their
+    # log-sum-exp then has no gradient, so zeros take the place of its logits
+    usable_logits = torch.where(n_positives[:, None] > 0, logits, 0)
+
+    # the mean cross-entropy of an anchor's positives
+    log_sum_exp = usable_logits.logsumexp(1)
+    mean_positive_logit = torch.where(is_positive, logits, 0).sum(1) / n_positives.clamp(min=1)
+    return torch.where(n_positives > 0, log_sum_exp - mean_positive_logit, 0).sum().double()

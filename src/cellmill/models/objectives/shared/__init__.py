@@ -1,1 +1,1 @@
-"""Code that several objectives share: views of cells, heads of cell vectors, terms of losses."""
+"""Code that several objectives share: views of cells, heads on cell vectors, and terms of losses."""

@@ -1,20 +1,24 @@
-"""Metric hidden_genes: correlation over cells of predicted and measured expression of hidden genes.
+"""Metric hidden_genes: the correlation of predicted and measured expression, for genes that are hidden.
 
-In its views every fifth gene is hidden from all cells (`HIDDEN_GENE_STRIDE`), so the shown tokens do
-not contain the answer. Each process sums moments of these genes over its cells; the metric is computed
-from the sums of all processes.
+The views of this metric hide every fifth gene of the vocabulary from all cells (`HIDDEN_GENE_STRIDE`), so
+the shown tokens do not contain the answer. For each hidden gene the predictions and the measurements are
+correlated over all cells, and the metric is the mean of these correlations. Each process sums moments of
+the hidden genes over its own cells, and the metric is computed from the sums of all processes.
 
-A measurement is log(1 + 10,000 f), where f is the gene's fraction of the cell's expression. With the
-default options (likelihood softmax, `weights: log1p`) f is a fraction of the cell's sum of
-log(1 + count), so a measurement is a logarithm of a logarithm. With other options it is a fraction of
-the cell's sum of counts. So runs with the default options compare only with each other.
+The measurement of a gene in a cell is log(1 + 10,000 f), where f is the gene's fraction of the cell's
+expression. With the default options (likelihood softmax, `weights: log1p`) f is a fraction of the cell's
+sum of log(1 + count), so a measurement is the logarithm of a logarithm. With other options f is a fraction
+of the cell's sum of counts. So the metric of a run with the default options can only be compared with the
+metrics of other runs with the default options.
 
-A prediction is the gene's probability in the softmax, which estimates f, times a factor per cell: the
-sum of the visible genes' measurements divided by the sum of their probabilities. Pearson's r needs no
-common scale. But a measurement is a logarithm and a prediction is not, so even exact probabilities
-would not reach r = 1.
+The prediction of a gene in a cell is the gene's probability in the softmax, multiplied by a factor of the
+cell. The probability estimates f. The factor is the sum of the measurements of the cell's visible genes,
+divided by the sum of their probabilities. Pearson's r does not need a common scale of predictions and
+measurements. But a measurement is a logarithm and a prediction is not, so even exact probabilities would
+not reach r = 1.
 
-Legend: C cells with targets, D input width of the decoder's output layer, V size of the vocabulary.
+In the shapes below, "cells" are the cells with something to predict, and "vocabulary" is the number of
+token ids. Token id 0 stands for padding. It counts as a hidden gene, but no cell expresses it.
 """
 
 import math
@@ -31,13 +35,17 @@ from cellmill.models.objectives.shared.views import HIDDEN_GENE_STRIDE
 from cellmill.parallel.torch_private import is_dtensor
 from cellmill.parallel.vocab_parallel import token_logits
 
-CELLS_PER_CHUNK = 256  # cells whose predicted profiles exist at once
+CELLS_PER_CHUNK = 256
+"""At most this number of cells have their predicted profiles in memory at once."""
+MIN_VISIBLE_PROBABILITY = 1e-9
+"""A cell's probability of all visible genes is raised to at least this number before it divides."""
 
 
 class GeneMoments(NamedTuple):
-    """Sums over cells, `(hidden genes,)` float64 each.
+    """Sums over cells, for each hidden gene, of predictions, measurements, their squares and products.
 
-    Tensors in `_sum_moments`, arrays in `mean_gene_correlation`.
+    Each field is (hidden genes,) float64. The fields are tensors in `_sum_moments`, and arrays in
+    `mean_gene_correlation`.
     """
 
     predicted: Any
@@ -51,7 +59,7 @@ N_MOMENTS = len(GeneMoments._fields)
 
 
 def n_moment_sums(vocab_size: int) -> int:
-    """Return the number of sums: one of cells, and N_MOMENTS of each hidden gene."""
+    """Return the number of sums: the number of cells is one sum, and each hidden gene has N_MOMENTS."""
     n_hidden_genes = math.ceil(vocab_size / HIDDEN_GENE_STRIDE)
     return 1 + N_MOMENTS * n_hidden_genes
 
@@ -64,11 +72,18 @@ def sum_gene_moments(
     entry_token_ids: Tensor,
     entry_fractions: Tensor,
 ) -> Tensor:
-    """Sum over cells: the number of cells, then `GeneMoments`; `(n_moment_sums(V),)` float64.
+    """Return the number of cells, followed by the `GeneMoments` over these cells, as one tensor.
 
-    - `features`, `(C, D)`, are multiplied by `table`, `(V, D)`; plus `bias`, `(V,)`, they give logits
-    - entries, `(entries,)` each, are the genes of the measured profiles: `entry_rows` has the row of the
-      entry's cell in `features`, and `entry_fractions` have sum 1 in each cell
+    The result is (n_moment_sums(vocabulary),) float64. The fields of `GeneMoments` follow each other.
+
+    The predictions come from `features` (cells, feature width). The logits of a cell are its features
+    multiplied by `table` (vocabulary, feature width), plus `bias` (vocabulary,).
+
+    The measurements come from entries. An entry is one gene of one cell:
+
+    - `entry_rows` (entries,): the row of the entry's cell in `features`
+    - `entry_token_ids` (entries,): the token id of the gene
+    - `entry_fractions` (entries,): the gene's fraction of the cell's expression, with sum 1 in each cell
     """
     log_expression = torch.log1p(TARGET_SUM * entry_fractions)
     sums = features.new_zeros(n_moment_sums(len(bias)), dtype=torch.float64)
@@ -78,25 +93,32 @@ def sum_gene_moments(
         logits = token_logits(features[start:end], table, bias)
         if is_dtensor(logits):
             logits = logits.full_tensor()
-        in_chunk = (entry_rows >= start) & (entry_rows < end)
+
+        # measured profiles of the chunk, (cells, vocabulary): genes without an entry are 0
         profiles = torch.zeros_like(logits)
-        profile_rows = entry_rows[in_chunk] - start
-        profiles[profile_rows, entry_token_ids[in_chunk]] = log_expression[in_chunk]
+        is_in_chunk = (entry_rows >= start) & (entry_rows < end)
+        profile_rows = entry_rows[is_in_chunk] - start
+        profiles[profile_rows, entry_token_ids[is_in_chunk]] = log_expression[is_in_chunk]
         sums[1:] += _sum_moments(logits.softmax(1), profiles)
     return sums
 
 
 def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
-    """Compute the `GeneMoments` of some cells, `(N_MOMENTS * hidden genes,)` float64.
+    """Compute the `GeneMoments` of some cells, (N_MOMENTS * hidden genes,) float64.
 
-    `probabilities` are the model's, and `profiles` the measurements of all genes, `(cells, V)` each.
+    `probabilities` are the probabilities that the model gives to all genes, and `profiles` the
+    measurements of all genes. Both are (cells, vocabulary).
     """
     measured = profiles[:, ::HIDDEN_GENE_STRIDE]
     hidden_probabilities = probabilities[:, ::HIDDEN_GENE_STRIDE]
+
+    # the factor of each cell, which brings probabilities to the scale of its measurements
     visible_sum = profiles.sum(1) - measured.sum(1)
-    visible_probability = (1 - hidden_probabilities.sum(1)).clamp(min=1e-9)
+    visible_probability = (1 - hidden_probabilities.sum(1)).clamp(min=MIN_VISIBLE_PROBABILITY)
     predicted = hidden_probabilities * (visible_sum / visible_probability)[:, None]
-    # float64 before squares are taken: the variance of equal cells is then 0, or too small to count
+
+    # Convert to float64 before squares are taken. If all cells are equal, the variance is then 0, or
+    # below MIN_VARIANCE_FRAC
     predicted = predicted.double()
     measured = measured.double()
     terms = GeneMoments(
@@ -110,20 +132,26 @@ def _sum_moments(probabilities: Tensor, profiles: Tensor) -> Tensor:
 
 
 def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
-    """Compute metric `hidden_genes`: the mean correlation of hidden genes, each over all cells.
+    """Compute metric `hidden_genes`: the mean of the correlations of all hidden genes.
 
-    `sums` come from `sum_gene_moments`. Genes that no cell expresses are left out; without any other
-    gene the result is empty. The correlation of constant predictions or measurements is 0.
+    `sums` are results of `sum_gene_moments`, added up over all cells. A gene that no cell expresses is left
+    out. If no cell expresses any hidden gene, the result is empty. If the predictions or the measurements
+    of a gene are constant, its correlation is 0.
     """
     n_cells = max(sums[0], 1)
-    moments = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))  # `(hidden genes,)` each
-    # sums over cells of products and of squares of the deviations from the mean
+    moments = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))
+
+    # Deviations are differences from the mean over cells. Sums over cells of the products of both
+    # deviations, (hidden genes,), and of the squares of each deviation, (2, hidden genes)
     deviation_products = moments.products - moments.predicted * moments.measured / n_cells
     squares = np.stack([moments.predicted_squares, moments.measured_squares])
     deviation_squares = squares - np.stack([moments.predicted, moments.measured]) ** 2 / n_cells
+
+    # a sum of squared deviations below MIN_VARIANCE_FRAC of the sum of squares is a rounding error
     has_variance = (deviation_squares > MIN_VARIANCE_FRAC * squares).all(0)
     norms = np.sqrt(np.where(has_variance, deviation_squares, 1).prod(0))
     correlations = deviation_products / norms * has_variance
+
     is_expressed = moments.measured > 0
     if not is_expressed.any():
         return {}

@@ -1,17 +1,19 @@
-"""Modules over the levels of an obs column: a learned vector per level, and an adversary.
+"""Modules over the levels of an obs column: a learned vector for each level, and an adversary.
 
-`LevelEmbedding` has a learned vector per level. cell_decoding adds the vector of a cell's experimental
-batch to the decoder, so that the cell's vector need not encode the batch, as in scVI (Lopez et al.
-2018). perturbation_response adds the vector of a perturbation to the cell's vector. `Adversary`
-predicts the experimental batch from the cell's vector, through a reversed gradient that makes the
-encoder hide it (Ganin & Lempitsky 2015).
+`LevelEmbedding` has the learned vectors. Objective cell_decoding adds the vector of a cell's
+experimental batch to the decoder's features, so that the cell's own vector need not encode the batch,
+as in scVI (Lopez et al. 2018). Objective perturbation_response adds the vector of a perturbation to the
+cell's vector.
 
-Both have a row for every level, so that `init_from` can match rows by the level's name. MISSING is the
-last level if there is one. Its row is not used: the other levels, the first `n_known`, are the known
-ones.
+`Adversary` predicts the experimental batch from the cell's vector. The gradient of its loss is reversed
+on the way to the encoder, so the encoder learns to hide the batch (Ganin & Lempitsky 2015).
 
-Legend: C cells, E width of a cell's vector. Level codes begin at 1; cells without a value, and cells of a
-level that the corpus lacks, have code 0.
+Both modules have one row for each level, so that `init_from` can match rows by the name of the level.
+If cells of the column have no value, the last level is MISSING, and the row of MISSING is never used.
+The `n_known` levels before MISSING are the known levels.
+
+Level codes begin at 1. Code 0 stands for cells without a value, and for cells with a level that the
+corpus does not have.
 """
 
 import torch
@@ -23,9 +25,9 @@ from cellmill.models.initial import Fill, with_std, zeros
 
 
 class LevelEmbedding(nn.Module):
-    """Learned vector per level, zero for code 0.
+    """A learned vector for each level of an obs column; the vector of code 0 is zero.
 
-    With `is_centred` the mean over known levels is subtracted.
+    With `is_centred` the mean vector of the known levels is subtracted from each vector.
     """
 
     def __init__(self, n_levels: int, n_known: int, width: int, is_centred: bool = True) -> None:
@@ -38,16 +40,20 @@ class LevelEmbedding(nn.Module):
         return zeros
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Look up the vector of each cell, `(C, width)`, by its level code, `(C,)` int64."""
+        """Look up the vector of each cell, (cells, width), by the level codes (cells,) int64."""
         vectors = self.weight[: self.n_known]
         if self.is_centred:
             vectors = vectors - vectors.mean(0)
-        with_unknown = F.pad(vectors, (0, 0, 1, 0))
-        return F.embedding(codes, with_unknown)
+        vectors_by_code = F.pad(vectors, (0, 0, 1, 0))  # a row of zeros for code 0 comes first
+        return F.embedding(codes, vectors_by_code)
 
 
 class Adversary(nn.Module):
-    """Classifier of a cell's level that sends the encoder its reversed gradient, times `scale`."""
+    """Loss of a classifier that predicts the level of each cell from the cell's vector.
+
+    The classifier learns from the gradient of this loss. The encoder receives the gradient reversed
+    and multiplied by `scale`.
+    """
 
     def __init__(self, width: int, n_levels: int, n_known: int, scale: float) -> None:
         super().__init__()
@@ -57,12 +63,12 @@ class Adversary(nn.Module):
         self.out = with_std(nn.Linear(width, n_levels), width**-0.5)
 
     def forward(self, vectors: Tensor, codes: Tensor) -> Tensor:
-        """Sum the cross-entropy over cells of a known level, a float32 scalar.
+        """Sum the cross-entropy over the cells of a known level, a float32 scalar.
 
-        `vectors` are `(C, E)`, the level codes `(C,)` int64.
+        `vectors` are (cells, width). `codes` (cells,) int64 are the level codes of the cells.
         """
         vectors = ReverseGradient.apply(vectors, self.scale)
         hidden = F.gelu(self.inner(vectors))
         logits = self.out(hidden)[:, : self.n_known].float()
-        labels = codes - 1
+        labels = codes - 1  # code 0 becomes -1, which the loss ignores
         return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")

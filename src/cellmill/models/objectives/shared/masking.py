@@ -1,19 +1,25 @@
-"""Base of masked_value and masked_gene: which tokens are masked, and what the model sees of them.
+"""Base of masked_value and masked_gene: which tokens are masked, and what the model sees of these tokens.
 
-A token is a gene and its value. The target of a masked token is its value in masked_value, and its gene
-in masked_gene; the model always sees the other one. Each token is masked independently with
-probability `mask_frac`, by a hash of (seed, step, cell, position), and at least one token of each cell
-is. A masked token is one of these (Devlin et al. 2019):
+A token is a gene and its value. Objective masked_value predicts the values of masked tokens, and the
+model always sees their genes. Objective masked_gene predicts the genes of masked tokens, and the model
+always sees their values. So the target of a masked token is either its value or its gene.
+
+Each token is masked with probability `mask_frac`, independently of other tokens, by a hash of (seed,
+step, cell, position). At least one token of each cell is masked. A masked token is one of these (Devlin
+et al. 2019):
 
 - *hidden*: the model does not see the target. In validation all masked tokens are hidden.
-- *kept*: the model sees the target. In training these are a fraction `keep_frac` of the masked tokens.
-- *replaced*: the model sees a random gene of the vocabulary, or the value of a random visible token of
-  the cell. In training these are a fraction `random_frac`.
+- *kept*: the model sees the target. In training a fraction `keep_frac` of the masked tokens is kept.
+- *replaced*: the model sees a wrong target. In training a fraction `random_frac` of the masked tokens is
+  replaced. Objective masked_gene shows a random gene of the vocabulary. Objective masked_value shows the
+  value of a random visible token of the cell.
 
-Tokens that are not masked are *visible*. A second loss, times `cell_loss_weight`, predicts the same
-targets from the cell's vector and what is always shown of the token (scGPT, Cui et al. 2024, GEPC).
+Tokens that are not masked are *visible*.
 
-Legend: C cells, T tokens of the batch, N targets, H width of the model.
+With `cell_loss_weight` there is a second loss, multiplied by this weight. It predicts the same targets
+from the cell's vector and from what the model always sees of the token (scGPT, Cui et al. 2024, GEPC).
+
+In the shapes below, "tokens" are all tokens of a batch, and "targets" are the masked tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -31,19 +37,19 @@ from cellmill.models.draws import MASK_IN_VIEW_KEY, MASK_OUTCOME_KEY
 from cellmill.models.objective import Objective, ObjectiveModel
 from cellmill.parallel.vocab_parallel import rows_at
 
-HIGHEST_DRAW = 2**63 - 1  # the largest possible draw
+HIGHEST_DRAW = 2**63 - 1  # the largest number that `keyed_bits` can return
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedBatch(EncoderBatch):
-    """The tokens as the model sees them, and the targets of masked tokens."""
+    """The tokens as the model sees them, and the targets of the masked tokens."""
 
-    target_tokens: Tensor  # `(N,)` int64, ascending: index of each masked token
-    targets: Tensor  # `(N,)`: genes (int64 token ids) or values of these tokens
-    n_targets: Tensor  # N
+    target_tokens: Tensor  # (targets,) int64, ascending: the index of each masked token
+    targets: Tensor  # (targets,): the genes (int64 token ids) or the values of these tokens
+    n_targets: Tensor  # int64 scalar: the number of targets
 
     def with_all_hidden(self, predicts_genes: bool) -> Self:
-        """Return the batch with every masked token hidden, also those that are kept or replaced."""
+        """Return the batch with every masked token hidden, even if the token is kept or replaced here."""
         masked = self.target_tokens
         if predicts_genes:
             return replace(self, token_ids=self.token_ids.index_fill(0, masked, MASK_TOKEN))
@@ -56,16 +62,20 @@ class MaskedBatch(EncoderBatch):
 
 @dataclass(frozen=True)
 class Mask:
-    """Tokens that are masked, and what becomes of each. All fields are `(T,)`.
+    """Which tokens are masked, and what the model sees of each. All fields are (tokens,).
 
-    Padding and the ends of a cell are neither visible nor masked.
+    Padding, and the special tokens at the ends of a cell, are neither visible nor masked.
     """
 
-    token_cells: Tensor  # int64: index of the token's cell
+    token_cells: Tensor  # int64: the index in the batch of the token's cell
     draws: Tensor
-    """int64: 63 random bits. A draw below a threshold masks the token; further draws are keyed by it."""
+    """int64: a random number of 63 bits for each token.
+
+    A number below the threshold, or the lowest number of the cell, masks the token. Further random
+    numbers of the token, such as for its replacement, have this number as their key.
+    """
     visible: Tensor  # bool
-    masked: Tensor  # bool; each masked token is hidden, kept or replaced
+    masked: Tensor  # bool: each masked token is either hidden, kept or replaced
     hidden: Tensor  # bool
     kept: Tensor  # bool
     replaced: Tensor  # bool
@@ -74,8 +84,8 @@ class Mask:
 class MaskedObjective(Objective):
     """Base of masked_value and masked_gene.
 
-    It needs a model with `states`, and masked_gene one with `gene_embedding`; with a cell loss also
-    `inputs`, `cell_vectors` and `plan`.
+    The model must have `states`, and for masked_gene also `gene_embedding`. With `cell_loss_weight` the
+    model must also have `inputs`, `cell_vectors` and `plan`.
     """
 
     config: MaskedObjectiveConfig
@@ -84,7 +94,7 @@ class MaskedObjective(Objective):
 
     @property
     def hides_all_masked(self) -> bool:
-        """True if all masked tokens are hidden in training too: none is kept or replaced."""
+        """True if training hides all masked tokens, as validation does: no token is kept or replaced."""
         return self.config.random_frac + self.config.keep_frac == 0
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
@@ -92,16 +102,20 @@ class MaskedObjective(Objective):
         names: tuple[str, ...] = ("head",)
         if self.config.cell_loss_weight:
             model.cell_head = _make_head(model, model.vector_width + model.width)
-            # the cell loss embeds its targets again, so it reads the modules of the model's input too
+            # the cell loss embeds the masked tokens again, so it also reads the modules of the model's
+            # input (`plan.begin`)
             names = ("head", "cell_head", *model.plan.begin)
         return (*names, *self.attach_output(model, vocab_size))
 
     def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        """Add the layer from states to predictions; return the names that it reads."""
+        """Add the layer that turns the head's output into predictions.
+
+        Return the names of all modules and parameters that this layer reads.
+        """
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> MaskedBatch:
-        """Draw the mask of a batch, and hide or replace the targets."""
+        """Draw which tokens are masked, and hide or replace the targets of these tokens."""
         mask = self._draw_mask(batch, seed, step)
         target_tokens = mask.masked.nonzero().flatten()
         token_ids_or_values = batch.token_ids if self.predicts_genes else batch.values
@@ -115,11 +129,11 @@ class MaskedObjective(Objective):
         )
 
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
-        """Draw which tokens are masked, and which of them are hidden, kept or replaced."""
+        """Draw which tokens are masked, and which masked tokens are hidden, kept or replaced."""
         token_cells, position = positions(batch)
         view_key = (MASK_IN_VIEW_KEY,) if self.in_view else ()
         mask_draws = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
-        is_gene = batch.token_ids > PAD_TOKEN  # neither padding nor an end of the cell
+        is_gene = batch.token_ids > PAD_TOKEN  # neither <pad> nor <cls> nor <eos>
         masked = self._choose_masked(mask_draws, is_gene, token_cells, len(batch.lengths))
         hidden = masked
         kept = torch.zeros_like(masked)
@@ -138,30 +152,35 @@ class MaskedObjective(Objective):
     def _choose_masked(
         self, mask_draws: Tensor, is_gene: Tensor, token_cells: Tensor, n_cells: int
     ) -> Tensor:
-        """Mask genes with draws below `mask_frac`, and each cell's lowest draw; `(T,)` bool."""
-        # in a cell with genes, the token of the lowest draw is a gene
+        """Choose which tokens are masked, (tokens,) bool.
+
+        These are the genes whose random number is below the threshold of `mask_frac`, and in each cell the
+        gene with the lowest random number. `mask_draws` are the random numbers, (tokens,) int64.
+        """
+        # tokens that are no genes get the highest number, so that the lowest belongs to a gene
         draws = torch.where(is_gene, mask_draws, HIGHEST_DRAW)
         lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
         lowest = lowest.scatter_reduce(0, token_cells, draws, "amin")
         masked = (draws < threshold(self.config.mask_frac)) | (draws == lowest[token_cells])
-        return masked & is_gene  # in a cell without genes, every draw is the lowest
+        return masked & is_gene  # in a cell without genes, every token has the lowest number
 
     def _draw_hidden_and_kept(self, mask_draws: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw which masked tokens are hidden and which are kept, `(T,)` bool each.
+        """Draw which masked tokens are hidden and which are kept, (tokens,) bool each.
 
-        A second draw, keyed by the first, hides the token if it is low and keeps it if it is high. In
-        between the token is replaced.
+        Each token has a second random number, keyed by its first. A low number hides the token, a high
+        number keeps it, and a number in between replaces it.
         """
         keep_frac = self.config.keep_frac
         hidden_frac = 1 - keep_frac - self.config.random_frac
         draws = keyed_bits(mask_draws, MASK_OUTCOME_KEY)
-        # `threshold(1)` is the highest draw itself, so with keep_frac 0 `>=` would keep that one
+        # With keep_frac 0 no token is kept. `threshold(1)` is the highest draw, not above it, so `>=`
+        # alone would keep a token with the highest draw
         kept = masked & (draws >= threshold(1 - keep_frac)) & (keep_frac > 0)
         hidden = masked & ~kept & (draws < threshold(hidden_frac))
         return hidden, kept
 
     def corrupt(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Hide or replace the targets as `mask` says; return the changed fields of the batch."""
+        """Hide or replace the targets of masked tokens. Return the changed fields of the batch by name."""
         raise NotImplementedError
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: MaskedBatch) -> Tensor:
@@ -171,11 +190,12 @@ class MaskedObjective(Objective):
         if not weight:
             return loss
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
-        # the targets are embedded again: the last pipeline stage does not receive the embeddings
+        # The masked tokens are embedded again, with their targets hidden: the last pipeline stage, which
+        # computes the loss, does not receive the embeddings of the first
         all_hidden = (
             prepared if self.hides_all_masked else prepared.with_all_hidden(self.predicts_genes)
         )
-        # no variable holds the two tensors, so their memory is free before the head runs
+        # no variable holds the two inputs of `cat`, so their memory is freed before the head runs
         head_inputs = torch.cat(
             [
                 rows_at(vectors, prepared.token_cells[target_tokens]),
@@ -188,12 +208,12 @@ class MaskedObjective(Objective):
     def head_loss(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        """Sum the loss of predictions from the head's output `(N, H)`, a float32 scalar."""
+        """Sum the loss over the targets, a float32 scalar, from the head's output (targets, width)."""
         raise NotImplementedError
 
 
 def _make_head(model: ObjectiveModel, width: int) -> nn.Module:
-    """Make a layer from `width` to the width of the model, with activation and norm."""
+    """Make a head: a linear layer from `width` to the width of the model, an activation and a norm."""
     layer = nn.Linear(width, model.width)
     norm = nn.LayerNorm(model.width, eps=model.head_norm_eps)
     return nn.Sequential(layer, model.head_activation(), norm)

@@ -1,19 +1,21 @@
-"""Base of objectives with one target per cell, predicted from the cell's vector, and their head.
+"""Base classes of objectives with one target per cell, and the head that predicts this target.
 
-The vectors are what `embed` writes, so `evaluate.inference.predict` runs only the head. Families
-refuse to train such a head with another `embed_layer` than the last.
-The loss is divided by the number of cells with a target, over all processes. Cells without a target
-and cells without a shown gene take no part. Validation has no dropout.
+The target of a cell is a label, a number, or the vector of a teacher model. It is predicted from the
+cell's vector. The head reads the same vectors that `embed` writes, so `evaluate.inference.predict` runs
+only the head. (In a `sum` with a view, training computes the vectors from the shown part of each cell.)
+Families therefore refuse to train such a head with an `embed_layer` other than the last.
 
-Losses that couple the cells of a global batch are equal in every layout (`train.batch_rows`), in
-training and in validation. Their validation loss depends on `train.global_batch` too.
+The loss is divided by the number of cells with a target, over all processes. Cells without a target,
+and cells without a shown gene, take no part. Validation has no dropout.
 
-A label is a level of the label column other than MISSING. Tensors have its index in `label_names`; its
-level code is the index plus 1.
+A loss that couples the cells of a global batch has the same value in every layout, in training and in
+validation (`train.batch_rows`). The training loss and the validation loss then both depend on
+`train.global_batch`.
 
-Legend: T tokens of the batch, C cells (in training those with a target), H width of a state, E width of
-a cell's vector, L outputs of the head (for labels the number of levels, for a number 1), D width of a
-teacher's vector.
+A label is a level of the label column other than MISSING. Tensors contain the index of a label in
+`label_names`. The level code of a label is its index plus 1.
+
+In the shapes below, "cells" are all cells of a batch, and "target cells" are the cells with a target.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ from cellmill.models.objective import Objective, ObjectiveModel, RowShare, Tenso
 
 
 class CellHead(nn.Module):
-    """A linear layer over cell vectors, after a hidden layer if `hidden` is given."""
+    """A linear layer over cell vectors, after a hidden layer if `hidden` gives its width."""
 
     def __init__(self, width: int, hidden: int | None, n_outputs: int, dropout: float) -> None:
         super().__init__()
@@ -43,9 +45,10 @@ class CellHead(nn.Module):
         self.out = with_std(nn.Linear(last_width, n_outputs), last_width**-0.5)
 
     def forward(self, vectors: Tensor, cell_keys: Tensor | None = None) -> Tensor:
-        """Map `vectors` `(C, E)` to outputs `(C, L)`.
+        """Map `vectors` (cells, width) to outputs (cells, n_outputs).
 
-        `cell_keys` `(C,)` int64 key the dropout, which only training has.
+        `cell_keys` (cells,) int64 key the random numbers of the dropout. Without keys, and outside
+        training, there is no dropout.
         """
         x = vectors if self.inner is None else F.gelu(self.inner(vectors))
         if cell_keys is not None and self.training and self.dropout:
@@ -56,68 +59,73 @@ class CellHead(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetBatch(EncoderBatch):
-    """The shown tokens, and the target of the cells that have one."""
+    """The shown tokens of all cells, and the targets of the cells that have a target."""
 
-    target_cells: Tensor  # `(C,)` int64: indices of the cells with a target and genes
+    target_cells: Tensor
+    """(target cells,) int64: the indices in the batch of the cells with a target and a shown gene."""
     targets: Tensor
-    """Indices of labels, `(C,)` int64; standardised numbers, `(C,)` float32; or a teacher's vectors,
-    `(C, D)` float32.
+    """Indices of labels, (target cells,) int64; or standardised numbers, (target cells,) float32; or
+    vectors of a teacher, (target cells, teacher width) float32.
     """
-    n_targets: Tensor  # C
+    n_targets: Tensor  # int64 scalar: the number of target cells
     shares: tuple[RowShare, ...] | None = None
     """This micro-batch's share of a loss that couples the cells of the global batch.
 
-    None for other losses, and in a call of the model outside training and validation.
+    None for other losses, and if the model is called outside training and validation.
     """
 
 
 class CellObjective(Objective):
-    """Base of objectives with one target per cell; they need a model with `cell_vectors`.
+    """Base of objectives with one target per cell. They need a model with `cell_vectors`.
 
-    An objective without a head defines `loss` and `observe` instead of `predict` and `target_loss`.
+    A subclass with a head defines `predict` and `target_loss`. A subclass without a head defines `loss`
+    and `observe` instead.
     """
 
     has_target_per_cell = True
     head_name: str
-    """Attribute of the model that has the head; set by `attach`."""
+    """Name of the model's attribute that is the head; `attach` sets it."""
 
     @property
     def validates_coupled_loss(self) -> bool:  # type: ignore[override]
-        """True if the loss couples cells; validation then takes it over the global batch too."""
+        """True if the loss couples cells: validation then computes it over the global batch too."""
         return bool(self.coupled_widths)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Find the target of each cell, `(cells, …)`, and which cells have one, `(cells,)` bool."""
+        """Find the target of each cell, (cells, …), and which cells have a target, (cells,) bool.
+
+        The target of a cell without a target may have any value.
+        """
         raise NotImplementedError
 
     def predict(
         self, model: ObjectiveModel, vectors: Tensor, cell_keys: Tensor | None = None
     ) -> Tensor:
-        """Predict the targets, `(C, …)` float32, from the cells' `vectors`, `(C, E)`.
+        """Predict the targets of cells, (cells, …) float32, from their `vectors` (cells, vector width).
 
-        `judge` gets the result as it is, also if it is logits. `cell_keys` `(C,)` int64 key the
-        dropout; None turns it off.
+        `judge` receives the result unchanged, even if the result is logits. `cell_keys` (cells,) int64
+        key the random numbers of the dropout; without keys there is no dropout.
         """
         raise NotImplementedError
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> TargetBatch:
         targets, has_target = self.find_targets(batch)
-        cells = (has_target & has_genes(batch)).nonzero().flatten()
+        target_cells = (has_target & has_genes(batch)).nonzero().flatten()
         return TargetBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
-            target_cells=cells,
-            targets=targets[cells],
-            n_targets=torch.tensor(len(cells)),
+            target_cells=target_cells,
+            targets=targets[target_cells],
+            n_targets=torch.tensor(len(target_cells)),
         )
 
     def predict_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch
     ) -> Tensor:
-        """Call `predict` for the cells with a target, given the states of all tokens, `(T, H)`."""
-        cells = prepared.target_cells
-        vectors = model.cell_vectors(states, prepared)[cells].to(states.dtype)
-        return self.predict(model, vectors, prepared.cell_keys[cells])
+        """Call `predict` for the target cells. `states` (tokens, width) are the states of all tokens."""
+        target_cells = prepared.target_cells
+        vectors = model.cell_vectors(states, prepared)[target_cells].to(states.dtype)
+        return self.predict(model, vectors, prepared.cell_keys[target_cells])
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: TargetBatch) -> Tensor:
         predicted = self.predict_targets(model, states, prepared)
@@ -126,20 +134,21 @@ class CellObjective(Objective):
         return self.target_loss(predicted, prepared)
 
     def validation_sums(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        """Sum over targets what `validation_metrics` reads, `(n_sums,)` float64.
+        """Compute the sums over target cells that `validation_metrics` reads, (n_sums,) float64.
 
-        Only objectives with `n_sums` define it. `predicted` is what `predict` returned.
+        `predicted` is the result of `predict`. Only an objective with `n_sums` defines this method.
         """
         raise NotImplementedError
 
     def target_loss(self, predicted: Tensor, prepared: TargetBatch) -> Tensor:
-        """Sum the loss of what `predict` returned, a float32 scalar."""
+        """Sum the loss over the target cells, a float32 scalar. `predicted` is the result of `predict`."""
         raise NotImplementedError
 
     def coupled_loss(self, rows: Tensor, prepared: TargetBatch) -> Tensor:
         """Compute this micro-batch's share of the loss over the global batch, a float32 scalar.
 
-        `rows` `(C, width)` are its coupled rows. Without `prepared.shares` they are the global batch.
+        `rows` (target cells, row width) are the micro-batch's coupled rows. If `prepared` has no shares,
+        the micro-batch is treated as the whole global batch.
         """
         if prepared.shares is None:
             return self.loss_of_coupled_rows(rows)[0].float()
@@ -157,11 +166,11 @@ class LabelObjective(CellObjective):
 
     @property
     def label_names(self) -> list[str]:
-        """List the labels, in the order of their indices."""
+        """The names of the labels, in the order of their indices."""
         return self.known_levels(self.config.label_column)
 
     def find_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        # codes begin at 1 and 0 is unknown, so a cell without a label gets -1
+        # level codes begin at 1, and 0 is a cell without a label: the index of such a cell is -1
         label_indices = self.level_codes(batch, self.config.label_column) - 1
         return label_indices, label_indices >= 0
 

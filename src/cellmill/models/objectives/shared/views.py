@@ -1,15 +1,21 @@
-"""Views of a cell: the part of its expression that a model is given, and the part to predict.
+"""Views of a cell: which part of the cell's expression the model is given, and which part it predicts.
 
-A view hides whole genes (`drop`), a binomial part of each count (`thin`), or both (`drop_thin`).
-Tokens that are not in the view are not in the batch. Values of the view are computed by the run's
-tokenizer from the counts in it, so neither values nor the library size reveal the rest. With a view
-loss the hidden part is a second view of the cell, in the same batch. Complementary binomial parts of
-Poisson counts are independent given the cell's expression (Neufeld et al. 2022, count splitting).
-Two separate draws from the same counts are not.
+A view hides whole genes (`drop`), a binomial part of each count (`thin`), or both (`drop_thin`). A token
+that is not in the view is not in the batch. The run's tokenizer computes the values of a view from the
+counts in the view alone. So neither the values nor the library size reveal what is hidden.
 
-A view is a function of (seed, step, cell) and the cell's counts in their order: equal in every layout
-and in every batch. The draw of a token is keyed by its position in the cell, so shards whose genes have
-another order (`shard.order`) have other views.
+With a view loss the hidden part of each cell is a second view, in the same batch. The two parts of a
+count that `thin` divides are independent, if the count has a Poisson distribution and the cell's
+expression is given (Neufeld et al. 2022, count splitting). Two separate draws from the same count would
+not be independent.
+
+A view is a function of (seed, step, cell) and of the cell's counts in their order. So it is the same in
+every layout and in every batch. The random number of a token is keyed by the token's position in the
+cell. So shards whose genes are in another order (`shard.order`) have other views.
+
+In the shapes below, "cells" are all cells of a batch and "tokens" their tokens, one cell after another.
+`cell_rng_states` (cells,) uint64 are the states of the random numbers of each cell: the keys cell id, seed
+and step are already in these states.
 """
 
 from dataclasses import dataclass
@@ -34,30 +40,37 @@ from cellmill.models.counter_rng import host_state, host_uniform
 from cellmill.models.draws import DROPPED_FRAC_KEY, HIDDEN_FRAC_KEY, HIDE_KEY
 
 ViewConfig = CellDecodingConfig | DenoiseConfig | PerturbationResponseConfig
-# for metric hidden_genes: genes whose token id is a multiple of this are hidden from all cells
 HIDDEN_GENE_STRIDE = 5
+"""Metric hidden_genes hides the genes whose token id is a multiple of this number, from all cells."""
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of cells and their counts, cell after cell: `SparseCounts` with token ids."""
+    """Tokens of cells with their counts, one cell after another.
 
-    offsets: np.ndarray  # `(cells + 1,)`: first token of each cell, and the end
-    token_ids: np.ndarray  # `(tokens,)` int64
-    counts: np.ndarray  # `(tokens,)` int64; 0 hides the token
+    These are `SparseCounts` with token ids instead of vocabulary rows.
+    """
+
+    offsets: np.ndarray  # (cells + 1,): the first token of each cell, then the number of tokens
+    token_ids: np.ndarray  # (tokens,) int64
+    counts: np.ndarray  # (tokens,) int64; a token with count 0 is hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewBatch(Batch):
-    """The shown tokens, and the profile to predict: entries in the order of their cells.
+    """The shown tokens of each cell, and the profile of each cell to predict.
 
-    An entry is one gene of one cell with the count to predict.
+    A profile consists of entries. An entry is one gene of one cell with the count to predict. The entries
+    of all cells follow each other, in the order of the cells.
     """
 
-    entry_cells: Tensor  # `(entries,)` int64: index of the cell in the batch
-    entry_token_ids: Tensor  # `(entries,)` int64
-    entry_counts: Tensor  # `(entries,)` int64, above 0
+    entry_cells: Tensor  # (entries,) int64: the index of the entry's cell in the batch
+    entry_token_ids: Tensor  # (entries,) int64
+    entry_counts: Tensor  # (entries,) int64: at least 1
     n_second_views: int = 0
-    """Number of second views: cell i + n_second_views is the hidden part of cell i."""
+    """Number of second views, which follow the first views as further cells of the batch.
+
+    Cell i + n_second_views is the hidden part of the cell whose shown part is cell i.
+    """
 
 
 def draw_view(
@@ -71,10 +84,12 @@ def draw_view(
 ) -> ViewBatch:
     """Draw the view of each cell of a batch with counts, on the CPU.
 
-    With `hides_metric_genes` nothing is drawn: the genes of metric hidden_genes are hidden, and whole
-    cells predicted.
+    With `hides_metric_genes` nothing is drawn. Each view then hides the genes of metric hidden_genes, and
+    the whole cell is to be predicted.
     """
     assert batch.counts is not None, "the batch has no counts"
+
+    # divide the counts of each token: the shown part, and the part to predict
     whole = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), batch.counts.numpy())
     if hides_metric_genes:
         shown = whole.counts * (whole.token_ids % HIDDEN_GENE_STRIDE != 0)
@@ -83,6 +98,8 @@ def draw_view(
         cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
         shown = _draw_shown_counts(whole, config, cell_rng_states)
         to_predict = whole.counts if config.target == "all" else whole.counts - shown
+
+    # with a view loss the batch also has the second views, as further cells
     if config.view_loss is None:
         views = TokenCounts(whole.offsets, whole.token_ids, shown)
         cell_fields = batch.arrays("cell")
@@ -90,10 +107,11 @@ def draw_view(
     else:
         views = _append_second_views(whole, shown)
         cell_fields = {name: torch.cat([a, a]) for name, a in batch.arrays("cell").items()}
-        # negative ids, so that second views have dropout of their own
+        # a second view has a negative cell id, so that its dropout differs from the first view's
         cell_fields["cell_ids"] = torch.cat([batch.cell_ids, ~batch.cell_ids])
         n_second_views = len(batch.lengths)
-    entries = np.flatnonzero(to_predict)
+
+    entries = np.flatnonzero(to_predict)  # an entry for each token with something to predict
     return ViewBatch(
         **tokenize_counts(views, tokenizer),
         **cell_fields,
@@ -105,7 +123,10 @@ def draw_view(
 
 
 def _append_second_views(whole: TokenCounts, shown: np.ndarray) -> TokenCounts:
-    """Return the first views, with counts `shown`, then the same tokens with their hidden counts."""
+    """Return the first views, which have the counts `shown`, followed by the second views.
+
+    The second views have the same tokens in the same order, with the hidden part of each count.
+    """
     return TokenCounts(
         offsets=np.concatenate([whole.offsets, whole.offsets[1:] + whole.offsets[-1]]),
         token_ids=np.concatenate([whole.token_ids, whole.token_ids]),
@@ -116,15 +137,13 @@ def _append_second_views(whole: TokenCounts, shown: np.ndarray) -> TokenCounts:
 def _draw_shown_counts(
     cells: TokenCounts, config: ViewConfig, cell_rng_states: np.ndarray
 ) -> np.ndarray:
-    """Draw the shown part of each count, `(tokens,)` int64.
-
-    `cell_rng_states` `(cells,)` uint64 have the keys (cell, seed, step).
-    """
+    """Draw the shown part of each count, (tokens,) int64."""
     shown = cells.counts
     drops_genes = config.view in ("drop", "drop_thin")
     thins_counts = config.view in ("thin", "drop_thin")
     if drops_genes:
-        # in drop_thin the fractions of genes and of counts have two keys, so they are independent
+        # In drop_thin a cell has two hidden fractions, one of genes and one of counts. Each has its own
+        # key, so the two fractions are independent
         frac_key = DROPPED_FRAC_KEY if thins_counts else HIDDEN_FRAC_KEY
         hidden_gene_frac = draw_hidden_frac(cell_rng_states, config, frac_key)
         token_cells = row_numbers(cells.offsets)
@@ -143,13 +162,13 @@ def _thin_counts(
     hidden_count_frac: np.ndarray,
     cell_rng_states: np.ndarray,
 ) -> np.ndarray:
-    """Hide a binomial part of each count and return the rest, `(tokens,)`.
+    """Hide a binomial part of each count, and return the part that is left, (tokens,) int64.
 
-    - `counts`, `(tokens,)`, are cut into cells by `offsets`, `(cells + 1,)`
-    - `hidden_count_frac`, `(cells,)`: the expected hidden part
-    - `cell_rng_states`, `(cells,)` uint64: states with the keys (cell, seed, step)
+    `counts` (tokens,) are divided into cells by `offsets` (cells + 1,). `hidden_count_frac` (cells,) is the
+    expected hidden fraction of each count of a cell.
     """
-    nonzero = np.flatnonzero(counts)  # a binomial draw from 0 takes no random number
+    # counts of 0 have nothing to hide; a binomial draw from 0 would not use a random number either
+    nonzero = np.flatnonzero(counts)
     nonzero_offsets = np.searchsorted(nonzero, offsets)
     draw_states = host_state(HIDE_KEY, state=cell_rng_states)
     hidden = _draw_binomials(counts[nonzero], nonzero_offsets, hidden_count_frac, draw_states)
@@ -161,18 +180,19 @@ def _thin_counts(
 def _draw_binomials(
     counts: np.ndarray, offsets: np.ndarray, probability: np.ndarray, draw_states: np.ndarray
 ) -> np.ndarray:
-    """Draw a binomial part of each count, `(counts,)` int64.
+    """Draw a binomial part of each count, (counts,) int64.
 
-    - `counts` are cut into cells by `offsets`, `(cells + 1,)`
-    - `probability` and `draw_states`, `(cells,)`: the expected part, and the state that keys the draws
+    `counts` (counts,) are divided into cells by `offsets` (cells + 1,). `probability` (cells,) is the
+    expected fraction that is drawn from each count of a cell. `draw_states` (cells,) uint64 are the states
+    that key the random numbers of a cell.
     """
     draws = np.empty_like(counts)
-    # one generator gets the key of each cell in turn: a new one would read entropy from the system,
-    # which is slow
+    # All cells use one generator, which gets the key of each cell in turn. A new generator for each cell
+    # would read entropy from the system, which is slow
     philox = np.random.Philox(key=0)
     generator = np.random.Generator(philox)
-    initial_state = philox.state  # before any draw
-    # 63 bits, as in `keyed_bits`; another shift would change every training
+    initial_state = philox.state  # the state before any draw
+    # a key has 63 bits, as in `keyed_bits`; another number of bits would change every training
     keys = (draw_states >> np.uint64(1)).tolist()
     for (first, end), p, key in zip(pairwise(offsets.tolist()), probability.tolist(), keys):
         initial_state["state"]["key"][0] = key
@@ -182,9 +202,9 @@ def _draw_binomials(
 
 
 def draw_hidden_frac(cell_rng_states: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
-    """Draw the hidden fraction of each cell, `(cells,)` float64.
+    """Draw the hidden fraction of each cell, (cells,) float64, uniformly between its two bounds.
 
-    `cell_rng_states` `(cells,)` uint64 have the keys (cell, seed, step); `key` keys the draw in addition.
+    `key` is added to the keys of `cell_rng_states`, so that fractions with different keys are independent.
     """
     low = config.min_hidden_frac
     high = config.max_hidden_frac
@@ -199,25 +219,25 @@ def draw_hidden_genes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw which tokens are hidden as whole genes.
 
-    Return `(tokens,)` bool, and the random state that each draw was made from, `(tokens,)` uint64.
+    Return which tokens are hidden, (tokens,) bool, and the random state of each token from which this was
+    drawn, (tokens,) uint64.
 
-    - `token_cells` and `position`, `(tokens,)`: each token's cell, and its position in the cell
-    - `hidden_frac`, `(cells,)`: the probability with which a token of the cell is hidden
-    - `cell_rng_states`, `(cells,)` uint64: states with the keys (cell, seed, step)
+    `token_cells` (tokens,) is the index of each token's cell, and `position` (tokens,) the position of the
+    token in its cell. `hidden_frac` (cells,) is the probability that a token of the cell is hidden.
     """
     token_states = host_state(position, HIDE_KEY, state=cell_rng_states[token_cells])
     return host_uniform(token_states) < hidden_frac[token_cells], token_states
 
 
 def tokenize_counts(cells: TokenCounts, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Tokenize counts of cells: return the fields of a `Batch` that describe tokens, by name.
+    """Tokenize the counts of cells, and return the fields of a `Batch` that describe tokens, by name.
 
-    Values are computed from these counts only; a token with count 0 is left out.
+    The values of tokens are computed from these counts alone. A token with count 0 is left out.
     """
     shown = np.flatnonzero(cells.counts)
     counts = cells.counts[shown]
     offsets = np.searchsorted(shown, cells.offsets)
-    genes = (cells.token_ids[shown] - len(SPECIAL)).astype(np.int32)  # vocabulary rows
+    genes = (cells.token_ids[shown] - len(SPECIAL)).astype(np.int32)  # vocabulary rows of the genes
     token_ids, values, cu_seqlens = tokenizer.tokenize(SparseCounts(offsets, genes, counts))
     value_tensor = torch.from_numpy(values)
     if not value_tensor.is_floating_point():
