@@ -1,25 +1,33 @@
-"""cell_decoding: predict the hidden part of a cell's expression from its vector, over all genes.
+"""cell_decoding: predict the hidden part of a cell's expression from the cell's vector, over all genes.
 
-A view of each cell is encoded and pooled to a vector. A decoder turns the vector into a softmax over
-all genes, and the loss is the cross-entropy of the hidden expression. All genes are predicted,
-because a cell is defined by which genes it expresses; the values of detected genes mostly reflect
+The model encodes a view of each cell and pools the states to a vector. A decoder turns the vector into a
+softmax over all genes, and the loss is the cross-entropy of the hidden expression. All genes are predicted,
+because a cell is defined by which genes it expresses. The values of detected genes mostly reflect
 sequencing depth.
 
-The target of a cell is a distribution over genes: its hidden log(1 + counts), normalised to sum 1.
-With `weights: counts` it is the hidden counts, normalised likewise. Up to a constant of the cell the
-loss is then minus the log-likelihood of a multinomial of the hidden counts, divided by their sum. With
-`likelihood: nb` the targets are counts, and the loss is minus the log-likelihood of negative binomials
-over all genes, zeros included, also divided by the sum.
+The target of a cell is a distribution over genes:
 
-With `view_loss` the hidden part is encoded too, and VICReg of the vectors of both parts is added in
-training only. With `batch_column` the decoder gets a learned vector per experimental batch. In names of
-options and modules, `batch_…` means the experimental batch (scVI's `batch_key`).
+- By default it is the hidden log(1 + counts) of the cell, divided by their sum.
+- With `weights: counts` it is the hidden counts, divided by their sum. The loss is then, up to a constant
+  of the cell, the negative log-likelihood of a multinomial of the hidden counts, divided by their sum.
+- With `likelihood: nb` the targets are the hidden counts themselves. The loss is the negative
+  log-likelihood of negative binomials over all genes, zeros included, also divided by the sum of the
+  counts.
 
-`judge` compares with the mean profile of the training cells: the mean of the same fractions, hidden by
-views of these cells. Objective `denoise` is the same class with `view: thin` and `target: all`.
+With `view_loss` the hidden part is encoded too. Training then adds VICReg, a loss of the vectors of both
+parts. Validation leaves VICReg out.
 
-Legend: T tokens of the batch, C cells with targets, H width of a state, E width of a cell's vector, D
-input width of the decoder's output layer, V size of the vocabulary.
+With `batch_column` the decoder has a learned vector for each experimental batch. In names of options and
+modules, `batch_…` means the experimental batch (`batch_key` of scVI).
+
+The baseline of `judge` is the mean profile of training cells: the mean of the targets that views of these
+cells have. Objective `denoise` is the same class with `view: thin` and `target: all`, which predicts whole
+cells instead of hidden parts.
+
+In the shapes below, "cells" are all cells of a batch, "target cells" are the cells with something to
+predict, and "entries" are the genes of target cells with the counts to predict. "width" is the width of a
+state, "vector width" the width of a cell's vector, and "feature width" the input width of the decoder's
+output layer.
 """
 
 from collections.abc import Sequence
@@ -59,29 +67,34 @@ from cellmill.parallel.vocab_parallel import token_logits
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingBatch(EncoderBatch):
-    """The shown tokens and the profiles to predict."""
+    """The shown tokens of each cell, and the profiles to predict."""
 
-    target_cells: Tensor  # `(C,)` int64: indices of the cells with something to predict
+    target_cells: Tensor  # (target cells,) int64: the indices in the batch of cells to predict
     n_entries: list[int]
-    """Number of entries of each of these cells, on the CPU: `entry_starts` may be on a GPU, and reading
-    it would wait.
+    """The number of entries of each target cell.
+
+    `entry_starts` contains the same numbers. But `entry_starts` may be on a GPU, and to read from a GPU
+    would make the CPU wait.
     """
-    entry_starts: Tensor  # `(C + 1,)` int64: first entry of each cell, and the number of entries
-    entry_token_ids: Tensor  # `(entries,)` int64, cell after cell
+    entry_starts: Tensor
+    """(target cells + 1,) int64: the first entry of each target cell, then the number of entries."""
+    entry_token_ids: Tensor  # (entries,) int64, one cell after another
     entry_targets: Tensor
-    """`(entries,)` float32: with likelihood nb counts, otherwise fractions with sum 1 in each cell."""
-    n_targets: Tensor  # C: each cell counts once, whatever its depth
+    """(entries,) float32: counts with likelihood nb, otherwise fractions with sum 1 in each cell."""
+    n_targets: Tensor
+    """int64 scalar: the number of target cells, since each cell counts once, whatever its depth."""
     pairs: Tensor
-    """`(2, pairs)` int64: indices of both views of each target cell that has genes in both; `(2, 0)`
-    without view_loss.
+    """(2, pairs) int64: the indices of both views of each target cell that has genes in both views.
+
+    There are no pairs without `view_loss`.
     """
     shares: tuple[RowShare, ...] | None = None
-    """This micro-batch's share of the view loss; None in validation, which leaves that loss out."""
+    """This micro-batch's share of the view loss; None in validation, which leaves the view loss out."""
 
     def find_entry_rows(self) -> Tensor:
-        """Find the row of each entry's cell among `target_cells`: `(entries,)` int64.
+        """Find the row of each entry's cell among `target_cells`, (entries,) int64.
 
-        Tensors `(C, …)` have these rows. If cells 1 and 3 have two and three entries:
+        If cells 1 and 3 of a batch have two and three entries, and other cells have none:
 
             target_cells  1 3
             entry_starts  0 2 5
@@ -93,12 +106,13 @@ class DecodingBatch(EncoderBatch):
 
 
 class ProfileObservations(NamedTuple):
-    """Observations of profiles, `(entries,)` each: tensors in `observe`, arrays in `judge`."""
+    """Observations of profiles, (entries,) each: tensors in `observe`, and arrays in `judge`."""
 
-    genes: Any  # int64: vocabulary rows
-    log_p: Any  # log-probability of the gene in its cell
-    fractions: Any  # float32, with sum 1 in each cell
-    cell_weights: Any  # float64: 1 / entries of the cell, so their sum is the number of cells
+    genes: Any  # int64: the vocabulary rows of the genes
+    log_p: Any  # the predicted log-probability of the gene in its cell
+    fractions: Any  # float32: the true fraction of the gene, with sum 1 in each cell
+    cell_weights: Any
+    """float64: 1 / the number of entries of the cell. So the sum of the weights is the number of cells."""
 
 
 class CellDecoding(Objective):
@@ -113,45 +127,55 @@ class CellDecoding(Objective):
 
     @property
     def predicts_counts(self) -> bool:
-        """True if targets are counts, with a negative binomial for each gene, not fractions of a cell."""
+        """True if the targets are counts, which a negative binomial for each gene predicts."""
         return self.config.likelihood == "nb"
 
     @property
     def predicts_log_counts(self) -> bool:
-        """True if targets are fractions of the cell's log(1 + count), not of its counts."""
+        """True if the targets are fractions of the sum of log(1 + count), not of the sum of counts."""
         return not self.predicts_counts and self.config.weights == "log1p"
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        """Add the decoder: hidden layer, output layer and, by options, terms and dispersions."""
+        """Add the decoder, which is a hidden layer and an output layer.
+
+        Depending on the options, the decoder also has vectors of experimental batches, and dispersions of
+        genes.
+        """
         config = self.config
         vector_width = model.vector_width
         self.n_sums = n_moment_sums(vocab_size)
         self.coupled_widths = (1 + 2 * vector_width,) if config.view_loss else ()
-        width = config.decoder_hidden or vector_width
-        names = ["decoder", "profile_genes", "profile_bias"]
+
+        feature_width = config.decoder_hidden or vector_width
         if config.decoder_hidden:
-            layer = with_std(nn.Linear(vector_width, width), vector_width**-0.5)
+            layer = with_std(nn.Linear(vector_width, feature_width), vector_width**-0.5)
             model.decoder = nn.Sequential(layer, nn.GELU())
         else:
             model.decoder = nn.Identity()
-        model.profile_genes = with_std(nn.Embedding(vocab_size, width), width**-0.5)
+        model.profile_genes = with_std(nn.Embedding(vocab_size, feature_width), feature_width**-0.5)
         model.profile_bias = nn.Parameter(torch.empty(vocab_size))
-        if config.resolved_batch_column is not None:
-            names += self._attach_experimental_batches(model, config.resolved_batch_column, width)
+        names = ["decoder", "profile_genes", "profile_bias"]
+
+        batch_column = config.resolved_batch_column
+        if batch_column is not None:
+            names += self._attach_experimental_batches(model, batch_column, feature_width)
         if self.predicts_counts:
-            # the log of each gene's inverse dispersion; the name is that of checkpoints
+            # it holds the log of each gene's inverse dispersion; checkpoints have this shorter name
             model.profile_dispersion = nn.Parameter(torch.empty(vocab_size))
             names.append("profile_dispersion")
         return tuple(names)
 
     def _attach_experimental_batches(
-        self, model: ObjectiveModel, column: str, width: int
+        self, model: ObjectiveModel, column: str, feature_width: int
     ) -> list[str]:
-        """Add a vector per experimental batch to the decoder, and the adversary if there is one."""
+        """Add a learned vector for each experimental batch and, if configured, the adversary.
+
+        `column` is the obs column of the experimental batch. Return the names of the added modules.
+        """
         n_levels = len(self.levels[column])
         n_known = len(self.known_levels(column))
-        # the learned vectors; the name is that of checkpoints
-        model.batch_terms = LevelEmbedding(n_levels, n_known, width)
+        # these are the learned vectors; checkpoints have this name
+        model.batch_terms = LevelEmbedding(n_levels, n_known, feature_width)
         model.add_level_rows(column, "batch_terms.weight")
         names = ["batch_terms"]
         if self.config.batch_adversary is not None:
@@ -163,7 +187,10 @@ class CellDecoding(Objective):
         return names
 
     def initial_value(self, name: str) -> Fill | None:
-        """Start biases at 0, and inverse dispersions at exp(0): the variance starts at mean + mean²."""
+        """Start biases and log inverse dispersions at 0.
+
+        The inverse dispersion of each gene then starts at 1, and its variance at mean + mean².
+        """
         return zeros if name in ("profile_bias", "profile_dispersion") else None
 
     def view(self, batch: Batch, *, seed: int, step: int) -> ViewBatch:
@@ -179,9 +206,9 @@ class CellDecoding(Objective):
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
         entry_cells = batch.entry_cells.numpy()
-        n_entries = np.bincount(entry_cells, minlength=len(batch.lengths))  # `(cells,)`
-        target_cells = np.flatnonzero(n_entries)
-        n_entries = n_entries[target_cells]
+        n_entries_of_all = np.bincount(entry_cells, minlength=len(batch.lengths))  # (cells,)
+        target_cells = np.flatnonzero(n_entries_of_all)
+        n_entries = n_entries_of_all[target_cells]
         return DecodingBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
@@ -195,7 +222,10 @@ class CellDecoding(Objective):
         )
 
     def _compute_targets(self, batch: ViewBatch) -> Tensor:
-        """Compute `DecodingBatch.entry_targets`, `(entries,)` float32."""
+        """Compute the target of each entry, (entries,) float32.
+
+        Targets are counts with likelihood nb, otherwise fractions with sum 1 in each cell.
+        """
         targets = batch.entry_counts.double()
         if self.predicts_counts:
             return targets.float()
@@ -207,7 +237,7 @@ class CellDecoding(Objective):
         return targets.float()
 
     def _compute_fractions(self, prepared: DecodingBatch) -> Tensor:
-        """Turn `entry_targets` into fractions with sum 1 in each cell, `(entries,)` float32."""
+        """Turn the targets of entries into fractions with sum 1 in each cell, (entries,) float32."""
         targets = prepared.entry_targets
         if not self.predicts_counts:
             return targets
@@ -216,14 +246,15 @@ class CellDecoding(Objective):
         return targets / cell_sums[entry_rows]
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch) -> Tensor:
-        """Sum the loss over the cells, a float32 scalar.
+        """Sum the loss over the target cells, a float32 scalar.
 
-        In training, add VICReg and the adversary's loss if they are configured.
+        In training, VICReg and the loss of the adversary are added if they are configured.
         """
         vectors = self._target_cell_vectors(model, states, prepared)
         features = self.decoder_features(model, vectors, prepared)
         if self.kept_sums is not None:
             self.kept_sums.append(self._validation_sums(model, features, prepared))
+
         loss = profile_loss(
             features,
             table=model.profile_genes.weight,
@@ -234,12 +265,15 @@ class CellDecoding(Objective):
             entry_targets=prepared.entry_targets,
             log_inverse_dispersion=model.profile_dispersion if self.predicts_counts else None,
         )
-        # VICReg couples the cells of the global batch; this is the micro-batch's share of its loss
+
+        # VICReg couples the cells of the global batch, so this micro-batch adds its share of VICReg
         if prepared.shares is not None:
             (rows,) = self.coupled_rows(model, states, prepared)
             loss = loss + prepared.shares[0].loss(rows)
-        # the adversary predicts the experimental batch. Its loss is left out of validation, whose loss
-        # chooses the checkpoint: a model that hides experimental batches must not look worse
+
+        # The adversary predicts the experimental batch, and its loss rises while the encoder learns to
+        # hide the batch. In the validation loss, by which training chooses the best checkpoint, the loss
+        # of the adversary would make a better encoder look worse
         adversary_weight = self.config.batch_adversary
         if adversary_weight is not None and model.training:
             codes = self._experimental_batch_codes(prepared)
@@ -249,7 +283,7 @@ class CellDecoding(Objective):
     def _validation_sums(
         self, model: ObjectiveModel, features: Tensor, prepared: DecodingBatch
     ) -> Tensor:
-        """Sum over cells what `validation_metrics` reads, `(n_sums,)` float64."""
+        """Compute the sums over target cells that `validation_metrics` reads, (n_sums,) float64."""
         return sum_gene_moments(
             features,
             table=model.profile_genes.weight,
@@ -267,7 +301,7 @@ class CellDecoding(Objective):
     ) -> Tensors:
         """Make the row [1, vector of the shown part, vector of the hidden part] of each pair.
 
-        The table is `(pairs, 1 + 2 E)` float32.
+        The rows are (pairs, 1 + 2 * vector width) float32.
         """
         vectors = model.cell_vectors(states, prepared)
         shown = vectors[prepared.pairs[0]]
@@ -282,9 +316,10 @@ class CellDecoding(Objective):
     def decoder_features(
         self, model: ObjectiveModel, vectors: Tensor, prepared: DecodingBatch
     ) -> Tensor:
-        """Compute the input of the decoder's output layer, `(C, D)`, from `vectors` `(C, E)`.
+        """Compute the input of the decoder's output layer, (target cells, feature width).
 
-        The output layer multiplies it by `profile_genes` and adds `profile_bias`.
+        `vectors` (target cells, vector width) are the vectors of the cells. The output layer multiplies the
+        features by `profile_genes`, and adds `profile_bias`.
         """
         features: Tensor = model.decoder(vectors)
         if self.config.resolved_batch_column is None:
@@ -295,11 +330,14 @@ class CellDecoding(Objective):
     def _target_cell_vectors(
         self, model: ObjectiveModel, states: Tensor, prepared: DecodingBatch
     ) -> Tensor:
-        """Return the vectors of the cells with targets, `(C, E)`, from states `(T, H)`."""
+        """Return the vectors of the target cells, (target cells, vector width).
+
+        `states` (tokens, width) are the states of all tokens of the batch.
+        """
         return model.cell_vectors(states, prepared)[prepared.target_cells].to(states.dtype)
 
     def _experimental_batch_codes(self, prepared: DecodingBatch) -> Tensor:
-        """Return the level code of each cell's experimental batch, `(C,)` int64."""
+        """Return the level code of each target cell's experimental batch, (target cells,) int64."""
         column = self.config.resolved_batch_column
         assert column is not None, "no column of experimental batches"
         return self.level_codes(prepared, column)[prepared.target_cells]
@@ -308,8 +346,9 @@ class CellDecoding(Objective):
         vectors = self._target_cell_vectors(model, model.states(prepared), prepared)
         features = self.decoder_features(model, vectors, prepared)
         logits = token_logits(features, model.profile_genes.weight, model.profile_bias)
-        # A softmax with likelihood nb too: dispersions are not judged, since the mean profile of
-        # training cells has none. Special tokens are included, although never targets.
+        # With likelihood nb the softmax is observed too. Dispersions are not judged, because the
+        # baseline, the mean profile of training cells, has none. Special tokens get probabilities,
+        # although they are never targets
         log_p = logits.log_softmax(1)
         entry_rows = prepared.find_entry_rows()
         token_ids = prepared.entry_token_ids
@@ -321,21 +360,23 @@ class CellDecoding(Objective):
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score the cross-entropy of the model against the mean profile of training cells.
+        """Compare the cross-entropy of the model with the cross-entropy of the mean profile.
 
-        The profile is the mean over these cells of such targets: fractions of the expression that their
-        views hide, or with target all of their whole expression.
+        The mean profile is the mean of the targets of training cells. These are the fractions of expression
+        that views of these cells hide or, with `target: all`, the fractions of their whole expression.
         """
         entries = ProfileObservations(*observed)
         fractions = entries.fractions.astype(np.float64)
         log_p = entries.log_p.astype(np.float64)
+        n_cells = entries.cell_weights.sum()
+        loss = float(-(fractions * log_p).sum() / n_cells)
+
         mean_profile = statistics.count_profile
         if self.predicts_log_counts:
             mean_profile = statistics.log_count_profile
         assert mean_profile is not None, "statistics without profiles"
-        n_cells = entries.cell_weights.sum()
-        loss = float(-(fractions * log_p).sum() / n_cells)
         baseline_loss = float(-(fractions * np.log(mean_profile[entries.genes])).sum() / n_cells)
+
         metrics = {
             "n_targets": round(n_cells),
             "n_entries": len(log_p),
@@ -343,7 +384,8 @@ class CellDecoding(Objective):
             "cross_entropy_mean_profile": baseline_loss,
             "cross_entropy_reduction_frac": 1 - loss / baseline_loss,
         }
-        # "hidden expression", not "hidden genes": view thin hides counts
+
+        # it is not called "hidden genes", because view thin hides counts of all genes
         predicted_part = "whole cell" if self.config.target == "all" else "hidden expression"
         name = f"prediction of the {predicted_part}"
         against = "the mean profile of training cells"
@@ -351,12 +393,13 @@ class CellDecoding(Objective):
 
 
 def _find_pairs(batch: ViewBatch, target_cells: np.ndarray) -> Tensor:
-    """Find `DecodingBatch.pairs`: indices of the first and the second views, `(2, pairs)` int64.
+    """Find the pairs of views of target cells that have genes in both views, (2, pairs) int64.
 
-    Of three target cells whose second has an empty second view: [[0, 2], [3, 5]].
+    The first row has the indices of first views, and the second row the indices of second views. If there
+    are three cells, and the second cell has an empty second view: [[0, 2], [3, 5]].
     """
     n_cells = batch.n_second_views
-    first_views = torch.from_numpy(target_cells[:n_cells])  # none without second views
-    # the second views follow the first, then padding
+    # the batch has the first views, then the second views, then padding. Only first views are targets
+    first_views = torch.from_numpy(target_cells[:n_cells])  # empty if there are no second views
     views = torch.stack([first_views, first_views + n_cells])
     return views[:, has_genes(batch)[views].all(0)]

@@ -1,8 +1,9 @@
 """masked_gene: predict which genes the masked tokens are.
 
-The output matrix is the gene embedding. The baseline is the frequency of genes in training cells.
+The matrix of the output layer is the gene embedding. The baseline of `judge` predicts each gene with the
+gene's frequency in training cells.
 
-Legend: T tokens of the batch, N targets, H width of the model, V size of the vocabulary.
+In the shapes below, "targets" are the masked tokens, and "vocabulary" is the number of token ids.
 """
 
 from typing import Any, NamedTuple
@@ -30,17 +31,17 @@ from cellmill.parallel.vocab_parallel import token_logits
 
 
 class GeneObservations(NamedTuple):
-    """Observations, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+    """Observations of masked genes, (targets,) each: tensors in `observe`, and arrays in `judge`."""
 
-    genes: Any  # int64: vocabulary rows
-    is_correct: Any  # bool: the gene has the highest logit
-    losses: Any  # float32: cross-entropy
+    genes: Any  # int64: the vocabulary rows of the true genes
+    is_correct: Any  # bool: True if the true gene has the highest logit
+    losses: Any  # float32: the cross-entropy of the true gene
 
 
 class MaskedGene(MaskedObjective):
     predicts_genes = True
     gene_rows = frozenset({"gene_bias"})
-    n_genes: int  # genes of the vocabulary; set by `attach`
+    n_genes: int  # the number of genes in the vocabulary; `attach` sets it
 
     def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         self.n_genes = vocab_size - len(SPECIAL)
@@ -51,7 +52,7 @@ class MaskedGene(MaskedObjective):
         return zeros if name == "gene_bias" else None
 
     def corrupt(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Hide genes, or replace them by a random gene of the vocabulary."""
+        """Hide the genes of masked tokens, or replace them by random genes of the vocabulary."""
         token_ids = batch.token_ids.masked_fill(mask.hidden, MASK_TOKEN)
         if mask.replaced.any():
             draws = keyed_bits(mask.draws[mask.replaced], REPLACEMENT_KEY)
@@ -67,9 +68,9 @@ class MaskedGene(MaskedObjective):
     def predict_from_head(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        """Predict logits of genes, `(N, V)` float32, from the head's output `(N, H)`.
+        """Predict the logits of all token ids, (targets, vocabulary) float32.
 
-        Special tokens are included, although never targets.
+        `head_output` is (targets, width). Special tokens have logits too, although they are never targets.
         """
         return token_logits(head_output, model.gene_embedding.weight, model.gene_bias)
 
@@ -84,23 +85,29 @@ class MaskedGene(MaskedObjective):
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score predicted genes against the most frequent gene and the frequencies of all genes.
+        """Compare the predicted genes with the frequencies of genes in training cells.
 
-        Frequencies are over the tokens of training cells, in a view over those that it shows.
+        The baseline of the cross-entropy predicts these frequencies. The baseline of the accuracy always
+        predicts the most frequent gene. If the model reads a view, only the tokens that views of training
+        cells show are counted.
         """
         genes, is_correct, losses = GeneObservations(*observed)
-        n_tokens = statistics.n_tokens
-        # add one, so that no gene has frequency 0
-        frequency = (n_tokens + 1) / (n_tokens.sum() + len(n_tokens))
-        baseline_loss = float(-np.log(frequency[genes]).mean())
         loss = float(losses.astype(np.float64).mean())
+
+        n_tokens = statistics.n_tokens
+        # one token more of each gene, so that no gene has frequency 0
+        frequencies = (n_tokens + 1) / (n_tokens.sum() + len(n_tokens))
+        baseline_loss = float(-np.log(frequencies[genes]).mean())
+        most_frequent_gene = int(n_tokens.argmax())
+
         metrics = {
             "n_targets": len(genes),
             "accuracy": float(is_correct.mean()),
-            "accuracy_frequency": float((genes == int(n_tokens.argmax())).mean()),
+            "accuracy_frequency": float((genes == most_frequent_gene).mean()),
             "cross_entropy": loss,
             "cross_entropy_frequency": baseline_loss,
         }
+
         name = "prediction of masked genes"
         against = "gene frequency in training cells"
         if self.tokens.sequences:

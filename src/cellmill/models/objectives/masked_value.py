@@ -1,14 +1,16 @@
 """masked_value: predict the values of masked tokens.
 
-The loss is the cross-entropy of bins, or the squared error of continuous values. Values vary far
-more between genes than between cells for the same gene. So they are judged by R² *over the gene
-mean*, and by the correlation after subtracting the gene mean from predicted and true values.
+The loss is the cross-entropy of bins, or the squared error of continuous values. The values of different
+genes differ far more than the values of one gene in different cells. So `judge` reports R² *over the gene
+mean*, whose baseline predicts the mean value of each gene. It also reports a correlation of predicted and
+true values, after the mean value of the gene is subtracted from both.
 
-A value depends on the sum of all counts of its cell. So visible values leak hidden ones, and both
-metrics include this leak. With `renormalize` the model sees values computed only from the counts of
-tokens whose own value it sees.
+The tokenizer computes a value from all counts of the cell: it divides by their sum, or it bins by their
+quantiles. So the visible values reveal something about the hidden values, and all metrics above profit
+from this leak. With `renormalize` there is no such leak: the model sees values that are computed only from the
+counts of tokens whose own value it sees.
 
-Legend: C cells, T tokens of the batch, N targets, H width of the model.
+In the shapes below, "tokens" are all tokens of a batch, and "targets" are the masked tokens.
 """
 
 from typing import Any, NamedTuple
@@ -38,11 +40,11 @@ from cellmill.models.objectives.shared.views import TokenCounts, tokenize_counts
 
 
 class ValueObservations(NamedTuple):
-    """Observations, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+    """Observations of masked values, (targets,) each: tensors in `observe`, and arrays in `judge`."""
 
-    genes: Any  # int64: vocabulary rows
-    values: Any
-    predicted: Any  # values, or expected bins
+    genes: Any  # int64: the vocabulary rows of the tokens' genes
+    values: Any  # the true values
+    predicted: Any  # the predicted values; for bins the mean bin under the predicted probabilities
 
 
 class MaskedValue(MaskedObjective):
@@ -51,12 +53,12 @@ class MaskedValue(MaskedObjective):
 
     @property
     def _first_bin(self) -> int:
-        """Lowest bin to predict: 0, the bin of undetected genes, if they are tokens too; otherwise 1."""
+        """The lowest bin to predict: 0 if undetected genes are tokens too, because their bin is 0, else 1."""
         return 0 if self.tokens.zero_frac else 1
 
     def attach_output(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        # the vector of a hidden value in the model's input; families list it in `plan.begin`, so it is
-        # not returned here
+        # `hidden_value` is the vector that stands for a hidden value in the model's input. Families list
+        # it in `plan.begin`, so it is not among the returned names
         model.hidden_value = nn.Parameter(torch.empty(model.width))
         n_outputs = self.tokens.n_values - self._first_bin if self.tokens.values_are_bins else 1
         model.value_out = nn.Linear(model.width, n_outputs)
@@ -66,32 +68,36 @@ class MaskedValue(MaskedObjective):
         return normal(STD) if name == "hidden_value" else None
 
     def corrupt(self, batch: Batch, mask: Mask) -> dict[str, Tensor]:
-        """Hide values, or replace them by the value of a random visible token of the cell."""
+        """Hide the values of masked tokens, or replace them by values of visible tokens of the cell."""
         values = batch.values
         if self.config.renormalize:
             values = self._renormalize(batch, mask.visible | mask.kept)
-        # `(C,)`: visible tokens of each cell. Without one there is no value to replace others by, and
-        # all masked tokens that are not kept are hidden
+
+        # A cell without a visible token has no value that could take the place of another. So its masked
+        # tokens that were to be replaced are hidden. `n_visible` (cells,) counts visible tokens
         n_visible = torch.bincount(mask.token_cells[mask.visible], minlength=len(batch.lengths))
         is_replaced = mask.replaced & (n_visible > 0)[mask.token_cells]
         is_hidden = mask.hidden | (mask.replaced & ~is_replaced)
-        shown = values.masked_fill(is_hidden, 0)
-        shown[is_replaced] = values[_choose_visible_tokens(mask, is_replaced, n_visible)]
-        # predictions are differences from `center`, the mean of the cell's visible values: no masked value
-        # may enter it, whether hidden, kept or replaced
-        return {"values": shown, "value_hidden": is_hidden, "enters_center": ~mask.masked}
+
+        shown_values = values.masked_fill(is_hidden, 0)
+        source_tokens = _choose_visible_tokens(mask, is_replaced, n_visible)
+        shown_values[is_replaced] = values[source_tokens]
+
+        # Predictions are added to `center`, the mean of the cell's visible values. No masked value may
+        # enter `center`, not even the value of a token that is kept or replaced
+        return {"values": shown_values, "value_hidden": is_hidden, "enters_center": ~mask.masked}
 
     def _renormalize(self, batch: Batch, shows_value: Tensor) -> Tensor:
-        """Compute values `(T,)` only from the counts of tokens in `shows_value`; 0 for other tokens.
+        """Compute values (tokens,) from the counts of tokens whose own value the model sees.
 
-        `shows_value` `(T,)` bool is True for a token whose own value the model sees.
+        `shows_value` (tokens,) bool is True for these tokens. All other tokens get the value 0.
         """
         assert batch.counts is not None, "the batch has no counts"
         counts = batch.counts * shows_value
         cells = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), counts.numpy())
         token_fields = tokenize_counts(cells, self.tokenizer)
         values = torch.zeros_like(batch.values)
-        values[counts > 0] = token_fields["values"]  # tokens keep the order of the counts
+        values[counts > 0] = token_fields["values"]  # tokens are in the order of their counts
         return values
 
     def head_loss(
@@ -103,12 +109,16 @@ class MaskedValue(MaskedObjective):
     def predict_from_head(
         self, model: ObjectiveModel, head_output: Tensor, prepared: MaskedBatch
     ) -> Tensor:
-        """Predict values `(N,)` float32, or logits of bins `(N, bins)`, from the head's output `(N, H)`."""
+        """Predict the values of the targets, (targets,) float32, or the logits of bins, (targets, bins).
+
+        `head_output` is (targets, width).
+        """
         out: Tensor = model.value_out(head_output).float()
         if self.tokens.values_are_bins:
             return out
-        # the head predicts the difference from the mean of the cell's visible values
-        return out.squeeze(-1) + prepared.center[prepared.token_cells[prepared.target_tokens]]
+        # the head predicts the difference of a value from the mean of the cell's visible values
+        target_cells = prepared.token_cells[prepared.target_tokens]
+        return out.squeeze(-1) + prepared.center[target_cells]
 
     def observe(self, model: ObjectiveModel, prepared: MaskedBatch) -> ValueObservations:
         target_tokens = prepared.target_tokens
@@ -123,17 +133,20 @@ class MaskedValue(MaskedObjective):
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score predicted values against the means of the gene and of all tokens, in training cells.
+        """Compare the predicted values with mean values of training cells.
 
-        In a view values are made from the shown counts, and so are the means.
+        One baseline predicts the mean value of the token's gene, and the other the mean value of all tokens.
+        If the model reads a view, the values and their means are computed from the shown counts.
         """
         observations = ValueObservations(*observed)
         values = observations.values.astype(np.float64)
         predicted = observations.predicted.astype(np.float64)
         mse = float(np.mean((values - predicted) ** 2))
+
         gene_means = statistics.mean[observations.genes]
         mse_gene_mean = float(np.mean((values - gene_means) ** 2))
         mse_global_mean = float(np.mean((values - statistics.global_mean) ** 2))
+
         r2 = r2_over(mse_gene_mean, mse)
         metrics: dict[str, Any] = {
             "n_targets": len(values),
@@ -148,12 +161,13 @@ class MaskedValue(MaskedObjective):
 
 
 def _choose_visible_tokens(mask: Mask, is_replaced: Tensor, n_visible: Tensor) -> Tensor:
-    """Choose a random visible token of the same cell for each replaced token, `(replaced,)` int64.
+    """Choose a random visible token of the same cell for each replaced token.
 
-    `is_replaced` is `(T,)` bool. `n_visible` `(C,)` is the number of visible tokens of each cell.
+    Return the indices of the chosen tokens, (replaced tokens,) int64. `is_replaced` is (tokens,) bool, and
+    `n_visible` (cells,) is the number of visible tokens of each cell.
     """
-    visible_tokens = mask.visible.nonzero().flatten()  # indices of tokens, cell after cell
-    # `(C,)`: where each cell's tokens begin in `visible_tokens`
+    visible_tokens = mask.visible.nonzero().flatten()  # indices of tokens, one cell after another
+    # (cells,): the index in `visible_tokens` of the first visible token of each cell
     first_visible = n_visible.cumsum(0) - n_visible
     cells = mask.token_cells[is_replaced]
     draws = keyed_bits(mask.draws[is_replaced], REPLACEMENT_KEY)

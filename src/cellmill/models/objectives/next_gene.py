@@ -1,19 +1,23 @@
 """next_gene: predict each next gene of a cell in rank order, its value, and the end of the cell.
 
-The likelihood of a cell is a chain of predictions from the state before each gene:
+The likelihood of a cell is a chain of predictions. Before each gene, the state of the previous token
+predicts:
 
-- whether the cell continues or ends: binary cross-entropy.
-- if it continues, the next gene: cross-entropy over the vocabulary. The matrix of the output layer is
-  the gene embedding.
-- given that gene, its value: cross-entropy of bins, or squared error of continuous values.
+- whether the cell continues or ends. The loss is the binary cross-entropy.
+- if the cell continues, which gene comes next. The loss is the cross-entropy over the vocabulary. The
+  matrix of the output layer is the gene embedding.
+- given that gene, its value. The loss is the cross-entropy of bins, or the squared error of continuous
+  values.
 
-Before the first gene the state is a learned vector. A cell with as many tokens as `max_tokens` may
-have been cut, so its end is not a target.
+Before the first gene of a cell, a learned vector takes the place of the state. A cell with `max_tokens`
+tokens may have been cut, so the end of such a cell is not a target.
 
-A gene is judged among the genes that the cell does not have yet, from which `cellmill generate` draws
-too. The baseline is the gene frequency at similar ranks in training cells, among the same genes.
+In `judge`, the candidates for the next gene are the genes that the cell does not have yet. `cellmill
+generate` draws from the same candidates. The baseline predicts the frequencies of genes at similar ranks
+in training cells, among the same candidates (`shared/rank_baseline.py`).
 
-Legend: T tokens of the batch, N targets, H width of the model, V size of the vocabulary.
+In the shapes below, "tokens" are all tokens of a batch, "targets" are the tokens to predict, "width" is
+the width of the model, and "vocabulary" is the number of token ids.
 """
 
 import math
@@ -29,7 +33,6 @@ from torch.nn import functional as F
 
 from cellmill.config.parts.objectives import NextGeneConfig
 from cellmill.config.parts.tokens import SPECIAL
-from cellmill.data.rank_order import rank_buckets
 from cellmill.data.stream.batch import Batch
 from cellmill.models.batch import PAD_TOKEN, EncoderBatch, positions
 from cellmill.models.initial import STD, Fill, normal, zeros
@@ -45,40 +48,45 @@ from cellmill.models.objective import (
     r2_verdicts,
     value_loss,
 )
+from cellmill.models.objectives.shared.rank_baseline import RankBaseline
 from cellmill.parallel.likelihoods import token_loss
 from cellmill.parallel.vocab_parallel import embed_tokens, token_logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextGeneBatch(EncoderBatch):
-    """Whole cells, and which of their tokens and ends are predicted."""
+    """Whole cells, with the tokens to predict and the ends of cells to predict."""
 
-    target_tokens: Tensor  # `(N,)` int64, ascending: index of each token except padding
-    is_first: Tensor  # `(N,)` bool: True for the first token of a cell
-    last_tokens: Tensor  # `(ends,)` int64: index of the last token of each cell that was not cut
-    n_targets: Tensor  # N
+    target_tokens: Tensor  # (targets,) int64, ascending: the indices of all tokens except padding
+    is_first: Tensor  # (targets,) bool: True for the first token of a cell
+    last_tokens: Tensor  # (ends,) int64: the index of the last token of each cell that was not cut
+    n_targets: Tensor  # int64 scalar: the number of targets
 
 
 class NextGeneObservations(NamedTuple):
-    """Observations of next genes, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+    """Observations of next genes, (targets,) each: tensors in `observe`, and arrays in `judge`."""
 
-    genes: Any  # int64: vocabulary rows
-    position: Any  # int64: position in the cell
-    is_correct: Any  # bool: the gene has the highest logit of all candidates
-    losses: Any  # float32: cross-entropy among the candidates
+    genes: Any  # int64: the vocabulary rows of the true genes
+    positions_in_cell: Any  # int64: the position of each gene in its cell, from 0
+    is_correct: Any  # bool: True if the true gene has the highest logit of all candidates
+    losses: Any  # float32: the cross-entropy of the true gene among the candidates
 
 
 class NextValueObservations(NamedTuple):
-    """Observations of the values of these genes, `(N,)` each; follow `NextGeneObservations`."""
+    """Observations of the values of the same genes, (targets,) each.
 
-    values: Any
-    predicted: Any  # values, or expected bins
+    In the result of `observe` they come after the `NextGeneObservations`.
+    """
+
+    values: Any  # the true values
+    predicted: Any  # the predicted values; for bins the mean bin under the predicted probabilities
 
 
 class NextGene(Objective):
-    """Predict each next gene of a cell, its value and the cell's end from the state before it.
+    """Predict each next gene of a cell, the gene's value, and the cell's end, from the state before.
 
-    It needs a causal model with `gene_embedding`, and whole cells: a view ends before its cell.
+    The model must be causal and have a `gene_embedding`. The cells must be whole: a view may lack the last
+    genes of a cell, and the end of the view would then not be the end of the cell.
     """
 
     config: NextGeneConfig
@@ -93,11 +101,11 @@ class NextGene(Objective):
 
     @property
     def has_value_head(self) -> bool:
-        """True if the tokens have values to predict and their loss has a weight."""
+        """True if tokens have values that can be predicted, and the loss of values has a weight."""
         return self.tokens.value_kind in ("class", "scalar") and self.config.value_loss_weight > 0
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        """Add `start`, the state before the first gene, and the heads of genes, ends and values."""
+        """Add the learned vector `start`, and the heads that predict genes, ends and values."""
         width = model.width
         model.start = nn.Parameter(torch.empty(width))
         model.gene_bias = nn.Parameter(torch.empty(vocab_size))
@@ -105,9 +113,10 @@ class NextGene(Objective):
         names = ("start", "gene_bias", "end", "gene_embedding")
         if not self.has_value_head:
             return names
+
         layer = nn.Linear(2 * width, width)
         model.value_head = nn.Sequential(layer, nn.GELU(), nn.LayerNorm(width))
-        # tokens are detected genes, whose bins count from 1
+        # all tokens are detected genes, so bin 0 of undetected genes is not predicted
         n_outputs = self.tokens.n_values - 1 if self.tokens.values_are_bins else 1
         model.value_out = nn.Linear(width, n_outputs)
         return (*names, "value_head", "value_out")
@@ -116,19 +125,23 @@ class NextGene(Objective):
         return {"start": normal(STD), "gene_bias": zeros}.get(name)
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> NextGeneBatch:
-        _, position = positions(batch)
+        _, positions_in_cell = positions(batch)
         is_token = batch.token_ids != PAD_TOKEN
         target_tokens = is_token.nonzero().flatten()
+
+        # A cell with fewer than `max_tokens` tokens was not cut. Padding consists of cells of their own,
+        # which have no end to predict
         lengths = batch.cu_seqlens.diff()
         is_whole = (lengths > 0) & (lengths < self.tokens.max_tokens)
         last_tokens = batch.cu_seqlens[1:].long()[is_whole] - 1
+        last_tokens = last_tokens[is_token[last_tokens]]
+
         return NextGeneBatch.from_batch(
             batch,
             dropout_keys=(seed, step),
             target_tokens=target_tokens,
-            is_first=position[target_tokens] == 0,
-            # a cell of padding has no end to predict
-            last_tokens=last_tokens[is_token[last_tokens]],
+            is_first=positions_in_cell[target_tokens] == 0,
+            last_tokens=last_tokens,
             n_targets=torch.tensor(len(target_tokens), device=target_tokens.device),
         )
 
@@ -136,11 +149,14 @@ class NextGene(Objective):
         prior_states = self.select_prior_states(model, states, prepared)
         token_ids = prepared.token_ids[prepared.target_tokens]
         loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, token_ids)
-        # binary cross-entropy: a cell continues before each target, and ends after its last token
+
+        # the binary cross-entropy of ends: a cell does not end before a target, and ends after its last
+        # token
         end_logits_before_targets = self.predict_end_logits(model, prior_states)
         end_logits_after_last = self.predict_end_logits(model, states[prepared.last_tokens])
         loss = loss + F.softplus(end_logits_before_targets).sum()
         loss = loss + F.softplus(-end_logits_after_last).sum()
+
         if not self.has_value_head:
             return loss
         predicted = self.predict_values(model, prior_states, token_ids)
@@ -150,29 +166,34 @@ class NextGene(Objective):
     def select_prior_states(
         self, model: ObjectiveModel, states: Tensor, prepared: NextGeneBatch
     ) -> Tensor:
-        """Select the state before each target, `(N, H)`, from states `(T, H)`."""
+        """Select the state before each target, (targets, width), from `states` (tokens, width).
+
+        Before the first token of a cell it is the learned vector `start`.
+        """
         earlier = states[(prepared.target_tokens - 1).clamp(min=0)]
         return torch.where(prepared.is_first[:, None], model.start.to(states.dtype), earlier)
 
     def predict_gene_logits(self, model: ObjectiveModel, prior_states: Tensor) -> Tensor:
-        """Predict logits of the next token, `(N, V)` float32.
+        """Predict the logits of all token ids as the next token, (targets, vocabulary) float32.
 
-        Special tokens are included, although never targets.
+        `prior_states` are (targets, width). Special tokens have logits too, although they are never
+        targets.
         """
         return token_logits(prior_states, model.gene_embedding.weight, model.gene_bias)
 
     def predict_end_logits(self, model: ObjectiveModel, states: Tensor) -> Tensor:
-        """Predict the logit of the cell ending at each of n `states` `(n, H)`: `(n,)` float32."""
-        # start near the chance of an end, one in many tokens: a bias that starts at 0 would take
-        # thousands of steps to learn it
+        """Predict the logit that the cell ends after each of n `states` (n, width), as (n,) float32."""
+        # Of many tokens only one is the last of its cell. A bias that starts at 0 would take thousands of
+        # steps to learn this. So log(max_tokens) is subtracted: the odds of an end start at about one to
+        # `max_tokens`
         return model.end(states).float().squeeze(-1) - math.log(self.tokens.max_tokens)
 
     def predict_values(
         self, model: ObjectiveModel, prior_states: Tensor, token_ids: Tensor
     ) -> Tensor:
-        """Predict values `(N,)` float32, or logits of bins `(N, bins)`.
+        """Predict the values of the next genes, (targets,) float32, or the logits of bins, (targets, bins).
 
-        `prior_states` are `(N, H)`; `token_ids` `(N,)` are the next genes.
+        `prior_states` are (targets, width). `token_ids` (targets,) int64 are the token ids of the genes.
         """
         embedded = embed_tokens(token_ids, model.gene_embedding.weight).to(prior_states.dtype)
         queries = torch.cat([prior_states, embedded], dim=-1)
@@ -180,11 +201,11 @@ class NextGene(Objective):
         return out if self.tokens.values_are_bins else out.squeeze(-1)
 
     def observe(self, model: ObjectiveModel, prepared: NextGeneBatch) -> Tensors:
-        """Return `NextGeneObservations`, then `NextValueObservations` if values are predicted.
+        """Return `NextGeneObservations`, followed by `NextValueObservations` if values are predicted.
 
-        Genes are in order, cell after cell.
+        The targets are all genes of a cell in their order, one cell after another.
         """
-        # without padding, offsets of tokens are offsets of targets
+        # without padding every token is a target, so `cu_seqlens` also divides the targets into cells
         n_tokens = len(prepared.token_ids)
         assert len(prepared.target_tokens) == n_tokens, "expected a batch without padding"
         prior_states = self.select_prior_states(model, model.states(prepared), prepared)
@@ -196,6 +217,7 @@ class NextGene(Objective):
         observed = tuple(torch.cat(tensors) for tensors in zip(*cells))
         if not self.has_value_head:
             return observed
+
         predicted = self.predict_values(model, prior_states, prepared.token_ids)
         if self.tokens.values_are_bins:
             predicted = expected_bins(predicted)
@@ -204,118 +226,73 @@ class NextGene(Objective):
     def _observe_cell(
         self, model: ObjectiveModel, prior_states: Tensor, token_ids: Tensor
     ) -> NextGeneObservations:
-        """Observe a cell's tokens from their ids `(n,)` and the states before them, `(n, H)`.
+        """Observe the predictions of all genes of one cell.
 
-        Candidates are genes that the cell does not have yet.
+        `token_ids` (n,) are the token ids of the cell's genes, and `prior_states` (n, width) the states
+        before them. At each position the candidates are the genes that the cell does not have yet.
         """
-        logits = self.predict_gene_logits(model, prior_states)  # `(n, V)`
-        position = torch.arange(len(token_ids), device=token_ids.device)
-        # `(V,)`: last position at which each token is a candidate: a gene's own position in the cell,
-        # the cell's length for a gene that it lacks, -1 (never) for special tokens
+        logits = self.predict_gene_logits(model, prior_states)  # (n, vocabulary)
+        positions_in_cell = torch.arange(len(token_ids), device=token_ids.device)
+
+        # (vocabulary,): the last position at which each token id is a candidate. A gene of the cell is a
+        # candidate up to its own position, and a gene that the cell lacks is a candidate at every position.
+        # A special token never is
         candidate_until = torch.full((logits.shape[1],), len(token_ids), device=token_ids.device)
-        candidate_until = candidate_until.index_put((token_ids,), position)
+        candidate_until = candidate_until.index_put((token_ids,), positions_in_cell)
         candidate_until[: len(SPECIAL)] = -1
-        logits = logits.masked_fill(candidate_until < position[:, None], -torch.inf)
+        logits = logits.masked_fill(candidate_until < positions_in_cell[:, None], -torch.inf)
+
         return NextGeneObservations(
             genes=token_ids - len(SPECIAL),
-            position=position,
+            positions_in_cell=positions_in_cell,
             is_correct=logits.argmax(1) == token_ids,
             losses=F.cross_entropy(logits, token_ids, reduction="none"),
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score predicted genes against `RankBaseline`, and values if the model predicts them."""
+        """Compare predicted genes with `RankBaseline`, and predicted values with the mean of the gene.
+
+        Values are compared only if the model predicts them.
+        """
         n_fields = len(NextGeneObservations._fields)
-        genes, position, is_correct, losses = NextGeneObservations(*observed[:n_fields])
+        observations = NextGeneObservations(*observed[:n_fields])
+        metrics, verdicts = _judge_genes(observations, statistics)
         value_arrays = observed[n_fields:]
-        assert statistics.by_rank is not None, "statistics without ranks"
-        baseline = RankBaseline(statistics.by_rank)
-        baseline_is_correct, baseline_losses = baseline.score(genes, position)
-        loss = float(losses.astype(np.float64).mean())
-        baseline_loss = float(baseline_losses.mean())
-        metrics: dict[str, Any] = {
-            "n_targets": len(genes),
-            "accuracy": float(is_correct.mean()),
-            "accuracy_rank_frequency": float(baseline_is_correct.mean()),
-            "cross_entropy": loss,
-            "cross_entropy_rank_frequency": baseline_loss,
-        }
-        name = "prediction of the next gene"
-        against = "gene frequency at similar ranks in training cells"
-        verdicts = cross_entropy_verdicts(name, against, loss - baseline_loss)
         if value_arrays:
-            observations = NextValueObservations(*value_arrays)
-            values, predicted = (array.astype(np.float64) for array in observations)
-            error = float(np.square(values - predicted).sum())
-            baseline_error = float(np.square(values - statistics.mean[genes]).sum())
-            r2 = r2_over(baseline_error, error)
+            values, predicted = NextValueObservations(*value_arrays)
+            r2 = _compute_value_r2(values, predicted, statistics.mean[observations.genes])
             metrics["value_r2_over_gene_mean"] = r2
             verdicts += r2_verdicts("prediction of the next value", "the gene's training mean", r2)
         return metrics, verdicts
 
 
-class RankBaseline:
-    """Prediction of the next gene from gene frequencies at similar ranks in training cells.
+def _judge_genes(observations: NextGeneObservations, statistics: GeneStatistics) -> Judgement:
+    """Compare predicted genes with the frequencies of genes at similar ranks in training cells."""
+    genes, positions_in_cell, is_correct, losses = observations
+    loss = float(losses.astype(np.float64).mean())
 
-    Ranks are in buckets (`data.rank_order.rank_buckets`). Candidates are genes that are not in the cell
-    yet.
-    """
+    assert statistics.by_rank is not None, "statistics without ranks"
+    baseline = RankBaseline(statistics.by_rank)
+    baseline_is_correct, baseline_losses = baseline.score(genes, positions_in_cell)
+    baseline_loss = float(baseline_losses.mean())
 
-    def __init__(self, by_rank: np.ndarray) -> None:
-        """`by_rank` `(buckets, genes)` int64 counts the tokens of training cells."""
-        n_genes = by_rank.shape[1]
-        # each bucket gets `n_genes` pseudocounts, spread like the frequencies over all buckets
-        overall = (by_rank.sum(0) + 1) / (by_rank.sum() + n_genes)
-        smoothed = by_rank + n_genes * overall
-        # `(buckets, genes)`: frequencies, float64 above 0, and vocabulary rows by falling frequency
-        self.frequencies: np.ndarray = smoothed / smoothed.sum(1, keepdims=True)
-        self.genes_by_frequency: np.ndarray = np.argsort(-self.frequencies, axis=1, kind="stable")
+    metrics = {
+        "n_targets": len(genes),
+        "accuracy": float(is_correct.mean()),
+        "accuracy_rank_frequency": float(baseline_is_correct.mean()),
+        "cross_entropy": loss,
+        "cross_entropy_rank_frequency": baseline_loss,
+    }
+    name = "prediction of the next gene"
+    against = "gene frequency at similar ranks in training cells"
+    return metrics, cross_entropy_verdicts(name, against, loss - baseline_loss)
 
-    def score(self, genes: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute correctness, bool, and cross-entropy, float64, of each prediction, `(N,)`.
 
-        `genes` are vocabulary rows, cell after cell, and `position` their positions in the cell,
-        `(N,)` int64 each.
-        """
-        buckets = rank_buckets(position)
-        is_correct = np.zeros(len(genes), bool)
-        cross_entropy = np.zeros(len(genes))
-        cell_starts = np.flatnonzero(position == 0)
-        for start, end in pairwise([*cell_starts, len(genes)]):
-            for bucket in np.unique(buckets[start:end]):
-                scored_positions = np.flatnonzero(buckets[start:end] == bucket)
-                scored = start + scored_positions
-                is_correct[scored], cross_entropy[scored] = self._score_bucket(
-                    bucket, genes[start:end], scored_positions
-                )
-        return is_correct, cross_entropy
-
-    def _score_bucket(
-        self, bucket: int, cell_genes: np.ndarray, scored_positions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Score predictions of one cell, all in one bucket: `(predictions,)` each.
-
-        `cell_genes` are the genes of the cell in order, `scored_positions` the positions to score,
-        `(predictions,)` int64.
-
-        A gene is a candidate up to its own position in the cell, and a gene that the cell lacks at all
-        positions. The most frequent candidate at a position is the first gene by frequency that is one
-        for as long or longer: where the running maximum of `candidate_until` reaches the position. In a
-        cell with genes 0 and 2, of four:
-
-            genes_by_frequency    0 3 2 1
-            candidate_until       0 2 1 2
-            running maximum       0 2 2 2
-            predicted             0 at position 0, 3 at position 1
-        """
-        frequency = self.frequencies[bucket][cell_genes]
-        # total frequency of the candidates: at least the gene's own, in spite of rounding
-        earlier_frequency = np.cumsum(frequency) - frequency
-        candidate_frequency = np.maximum(1 - earlier_frequency, frequency)
-        cross_entropy = np.log(candidate_frequency[scored_positions] / frequency[scored_positions])
-        genes_by_frequency = self.genes_by_frequency[bucket]
-        candidate_until = np.full(len(genes_by_frequency), len(cell_genes))
-        candidate_until[cell_genes] = np.arange(len(cell_genes))
-        running_max = np.maximum.accumulate(candidate_until[genes_by_frequency])
-        predicted = genes_by_frequency[np.searchsorted(running_max, scored_positions)]
-        return predicted == cell_genes[scored_positions], cross_entropy
+def _compute_value_r2(
+    values: np.ndarray, predicted: np.ndarray, gene_means: np.ndarray
+) -> float | None:
+    """Compute R² of predicted values over the mean value of each target's gene, (targets,) each."""
+    values = values.astype(np.float64)
+    error = float(np.square(values - predicted.astype(np.float64)).sum())
+    baseline_error = float(np.square(values - gene_means).sum())
+    return r2_over(baseline_error, error)

@@ -1,20 +1,26 @@
 """query_decoding: predict the value of a queried gene, zeros included, from the cell's vector.
 
-For each queried gene, hidden from the encoder, the decoder multiplies a projection of the cell's
-vector with an embedding of the gene, and feed-forward layers turn the product into the value. The
-loss is the squared error; values are judged by R² over the gene's mean in training cells, zeros
-included. `docs/quality.md` compares it with a zero-inflated loss, and with adding the gene's embedding
-instead of multiplying by it.
+A query is one gene of one cell, and the gene is hidden from the encoder. The decoder multiplies a
+projection of the cell's vector by an embedding of the gene, and feed-forward layers turn the product into
+the value. The loss is the squared error. `judge` reports R² over the mean value of the gene in training
+cells, zeros included. `docs/quality.md` compares this loss with a zero-inflated loss, and the product with
+a sum of the vector and the gene's embedding.
 
-A gene of the vocabulary is hidden with the probability that its cell drew, whether it is detected
-or not, so the detection rate of hidden genes is the rate of all genes. Querying every hidden gene would
-cost too much. So option `max_asked` bounds the queries of hidden detected genes of a cell, and
-`undetected_ratio` times as many are of undetected genes. The importance weight of a query is the number of
-hidden genes per query of its cell, separately for detected and undetected genes. Metrics use these weights,
-so they are means over all hidden genes. The loss scales them to mean 1 in each cell. Genes that
-`tokens.max_tokens` cuts from a cell count as undetected.
+*Which genes are hidden.* Each cell draws a probability, and each gene of the vocabulary is hidden from the
+cell with this probability, whether the gene is detected or not. So the fraction of detected genes is, on
+average, the same among hidden genes as among all genes.
 
-Legend: C cells, T tokens of the batch, N queries, H width of a state, E width of a cell's vector.
+*Which genes are queried.* To query every hidden gene would cost too much. Of a cell's hidden detected genes,
+at most `max_asked` are queried. Of the cell's undetected genes, `undetected_ratio` times this number are
+queried.
+
+*Weights.* The importance weight of a query is the number of hidden genes of the cell, divided by the number
+of queries of the cell. It is computed separately for detected and for undetected genes. The metrics use
+these weights, so they are means over all hidden genes. The loss scales the weights to mean 1 in each cell.
+Genes that `tokens.max_tokens` cuts from a cell count as undetected.
+
+In the shapes below, "cells" and "tokens" are all cells and all tokens of a batch. "width" is the width of a
+state, and "vector width" the width of a cell's vector.
 """
 
 from dataclasses import dataclass
@@ -49,61 +55,73 @@ from cellmill.models.objectives.shared.views import (
 )
 from cellmill.parallel.vocab_parallel import embed_tokens, rows_at
 
+ROUNDING_TOLERANCE = 1e-6
+"""Numbers of queries are rounded up, unless they exceed an integer by at most this rounding error."""
+
 
 class Queries(NamedTuple):
-    """Queried genes, `(N,)` each, and what the decoder is to predict of them."""
+    """The queried genes with the values to predict, (queries,) each."""
 
-    cells: Tensor  # int64: index of the cell, ascending among detected and among undetected genes
+    cells: Tensor
+    """int64: the index in the batch of each query's cell.
+
+    The indices ascend among the queries of detected genes, and among the queries of undetected genes.
+    """
     token_ids: Tensor  # int64
-    targets: Tensor  # float32: values in the whole cell, 0 for undetected genes
+    targets: Tensor  # float32: the value of the gene in the whole cell, 0 for an undetected gene
     importance_weights: Tensor
-    """float32: hidden genes per query. For undetected genes their number is the expected one, so the
-    weight may be below 1.
+    """float32: the number of hidden genes per query.
+
+    The number of hidden undetected genes is not drawn. So the weight of an undetected gene contains the
+    expected number, and may be below 1.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryView(Batch):
-    """The shown tokens, and the queries: of detected genes, then of undetected genes."""
+    """The shown tokens, and the queries: first of detected genes, then of undetected genes."""
 
     queries: Queries
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryBatch(EncoderBatch):
-    """The shown tokens, and the queries as the loss reads them."""
+    """The shown tokens, and the queries in the form that the loss reads, (queries,) each."""
 
-    # as `cells`, `token_ids` and `targets` of the view's `Queries`
+    # `cells`, `token_ids` and `targets` of the view's `Queries`, unchanged
     query_cells: Tensor
     query_token_ids: Tensor
     query_targets: Tensor
     query_weights: Tensor
-    """`(N,)` float32: `importance_weights`, scaled to mean 1 in each cell. So in the loss a cell counts
-    by its queries, not by its hidden genes.
+    """float32: the importance weights, scaled to mean 1 in each cell.
+
+    So the weight of a cell in the loss is its number of queries, not its number of hidden genes.
     """
-    importance_weights: Tensor  # as in the view's `Queries`; `judge` reads them
-    n_targets: Tensor  # N
+    importance_weights: Tensor  # `importance_weights` of the view's `Queries`, which `judge` reads
+    n_targets: Tensor  # int64 scalar: the number of queries
 
 
 class QueryObservations(NamedTuple):
-    """Observations of queries, `(N,)` each: tensors in `observe`, arrays in `judge`."""
+    """Observations of queries, (queries,) each: tensors in `observe`, and arrays in `judge`."""
 
-    genes: Any  # int64: vocabulary rows
-    values: Any
-    predicted: Any
-    weights: Any  # `importance_weights`
+    genes: Any  # int64: the vocabulary rows of the queried genes
+    values: Any  # the true values
+    predicted: Any  # the predicted values
+    weights: Any  # the importance weights
 
 
 class TokenDraws(NamedTuple):
-    """The tokens of a batch, and which of them are hidden from the encoder."""
+    """Random draws for the tokens of a batch: which tokens are hidden, and which of these are queried."""
 
-    token_cells: Tensor  # `(T,)` int64: index of the token's cell
-    is_hidden: Tensor  # `(T,)` bool
-    random_order: Tensor
-    """`(T,)` int64: the hidden tokens with the lowest numbers are queried. The same random numbers hide
-    tokens, but those of hidden tokens are in random order too.
+    token_cells: Tensor  # (tokens,) int64: the index in the batch of the token's cell
+    is_hidden: Tensor  # (tokens,) bool: True if the token is hidden from the encoder
+    query_order: Tensor
+    """(tokens,) int64: a random number of each token. Hidden tokens with the lowest numbers are queried.
+
+    The same random numbers decide which tokens are hidden. Among the hidden tokens of a cell, the order of
+    these numbers is random.
     """
-    hidden_frac: Tensor  # `(C,)` float64: probability with which a gene of the cell is hidden
+    hidden_frac: Tensor  # (cells,) float64: the probability that a gene is hidden from the cell
 
 
 class QueryDecoding(Objective):
@@ -114,12 +132,13 @@ class QueryDecoding(Objective):
         {"query_genes": "vocabulary", "query_bias": "vocabulary"}
     )
     gene_rows = frozenset({"query_genes.weight", "query_bias.weight"})
-    n_genes: int  # genes of the vocabulary; set by `attach`
+    n_genes: int  # the number of genes in the vocabulary; `attach` sets it
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         self.n_genes = vocab_size - len(SPECIAL)
         width = self.config.decoder_hidden
-        # a gene's embedding multiplies the cell's vector, projected to the same width
+        # The cell's vector is projected to the width of the decoder by `query_cell`, and multiplied by the
+        # gene's embedding
         model.query_genes = with_std(nn.Embedding(vocab_size, width), 1.0)
         model.query_cell = with_std(nn.Linear(model.vector_width, width), model.vector_width**-0.5)
         model.query_layers = nn.ModuleList(
@@ -139,12 +158,14 @@ class QueryDecoding(Objective):
         )
 
     def view(self, batch: Batch, *, seed: int, step: int) -> QueryView:
-        """Draw the shown tokens and the queries of each cell of a batch with counts, on the CPU."""
+        """Draw the shown tokens and the queries of each cell, on the CPU. The batch must have counts."""
         assert batch.counts is not None, "the batch has no counts"
         draws = self._draw_tokens(batch, seed, step)
         detected = self._query_detected(batch, draws)
         undetected = self._query_undetected(batch, draws, detected.cells, seed, step)
         queries = Queries(*(torch.cat(tensors) for tensors in zip(detected, undetected)))
+
+        # a hidden token has count 0 in the view, and `tokenize_counts` leaves it out
         shown = (batch.counts * ~draws.is_hidden).numpy()
         shown_cells = TokenCounts(batch.cu_seqlens.numpy(), batch.token_ids.numpy(), shown)
         return QueryView(
@@ -154,7 +175,7 @@ class QueryDecoding(Objective):
         )
 
     def _draw_tokens(self, batch: Batch, seed: int, step: int) -> TokenDraws:
-        """Draw which tokens are hidden, each with the probability of its cell."""
+        """Draw which tokens are hidden. Each token is hidden with the probability that its cell drew."""
         token_cells, position = positions(batch)
         cell_rng_states = host_state(batch.cell_ids.numpy(), seed, step)
         hidden_frac = draw_hidden_frac(cell_rng_states, self.config, HIDDEN_FRAC_KEY)
@@ -164,8 +185,8 @@ class QueryDecoding(Objective):
         return TokenDraws(
             token_cells=token_cells,
             is_hidden=torch.from_numpy(is_hidden),
-            # 63 bits, as in `keyed_bits`: int64 has no more for numbers of at least 0
-            random_order=torch.from_numpy((token_states >> np.uint64(1)).view(np.int64)),
+            # drop the lowest bit: 63 bits fit into int64 without becoming negative
+            query_order=torch.from_numpy((token_states >> np.uint64(1)).view(np.int64)),
             hidden_frac=torch.from_numpy(hidden_frac),
         )
 
@@ -174,10 +195,11 @@ class QueryDecoding(Objective):
         n_cells = len(batch.lengths)
         queried_tokens = _choose_hidden_tokens(draws, self.config.max_asked)
         query_cells = draws.token_cells[queried_tokens]
-        # `(C,)` each
+
+        # the number of queries, of hidden tokens, and of hidden tokens per query, (cells,) each
         n_queries = torch.bincount(query_cells, minlength=n_cells)
         n_hidden = torch.bincount(draws.token_cells[draws.is_hidden], minlength=n_cells)
-        weights = n_hidden / n_queries.clamp(min=1)  # hidden genes per query, float32
+        weights = n_hidden / n_queries.clamp(min=1)
         return Queries(
             cells=query_cells,
             token_ids=batch.token_ids[queried_tokens],
@@ -188,29 +210,32 @@ class QueryDecoding(Objective):
     def _query_undetected(
         self, batch: Batch, draws: TokenDraws, detected_cells: Tensor, seed: int, step: int
     ) -> Queries:
-        """Query undetected genes of each cell, `undetected_ratio` times as many as detected ones.
+        """Query `undetected_ratio` times as many undetected genes of each cell as detected genes.
 
-        They are drawn with replacement. Which undetected genes are hidden is not drawn: weights are
-        computed from the expected number. `detected_cells` are the cells of queries of detected genes.
-        Another cell is treated as if it had one such query: without its zeros, metrics would overestimate
-        how often genes are detected.
+        The undetected genes are drawn with replacement. Which undetected genes are hidden is not drawn:
+        the weights contain the expected number of hidden undetected genes.
+
+        `detected_cells` are the cells of the queries of detected genes. A cell without such a query is
+        treated as if it had one. Otherwise the zeros of this cell would be missing, and metrics would
+        overestimate how often genes are detected.
         """
-        # `(C,)` each
-        n_undetected_genes = self.n_genes - batch.cu_seqlens.diff().long()
+        # the number of undetected genes, the number of queries, and the weight of a query, (cells,) each
+        n_undetected = self.n_genes - batch.cu_seqlens.diff().long()
         n_detected_queries = torch.bincount(detected_cells, minlength=len(batch.lengths))
-        # a number just above an integer by a rounding error becomes this integer
-        n_expected = n_detected_queries.clamp(min=1).double() * self.config.undetected_ratio
-        n_queries = (n_expected - 1e-6).ceil().long()
-        n_queries = torch.where(n_undetected_genes > 0, n_queries, 0)
-        weights = draws.hidden_frac * n_undetected_genes / n_queries.clamp(min=1)
-        # `(queries,)` each. A random number modulo the undetected genes of the cell chooses one of them
+        n_wanted = n_detected_queries.clamp(min=1).double() * self.config.undetected_ratio
+        n_queries = (n_wanted - ROUNDING_TOLERANCE).ceil().long()
+        n_queries = torch.where(n_undetected > 0, n_queries, 0)
+        weights = draws.hidden_frac * n_undetected / n_queries.clamp(min=1)
+
+        # A random number, modulo the number of undetected genes of the cell, chooses one of these genes.
+        # All tensors are (queries,)
         query_cells = torch.repeat_interleave(n_queries)
         draw_number = _index_in_cell(query_cells, n_queries)
-        bits = keyed_token_bits(
+        random_numbers = keyed_token_bits(
             batch.cell_ids, query_cells, seed, step, draw_number, UNDETECTED_KEY
         )
-        index = bits % n_undetected_genes[query_cells]
-        genes = _find_undetected(batch, self.n_genes, query_cells, index)
+        undetected_indices = random_numbers % n_undetected[query_cells]
+        genes = _find_undetected(batch, self.n_genes, query_cells, undetected_indices)
         return Queries(
             cells=query_cells,
             token_ids=genes + len(SPECIAL),
@@ -223,7 +248,7 @@ class QueryDecoding(Objective):
         n_cells = len(batch.lengths)
         queries = batch.queries
         weights = queries.importance_weights.double()
-        # `(C,)`: factor that makes the mean weight of a cell's queries 1
+        # (cells,): the factor by which the mean weight of a cell's queries becomes 1
         sums = torch.bincount(queries.cells, weights, n_cells)
         scale = torch.bincount(queries.cells, minlength=n_cells) / sums
         return QueryBatch.from_batch(
@@ -244,21 +269,22 @@ class QueryDecoding(Objective):
     def predict_targets(
         self, model: ObjectiveModel, states: Tensor, prepared: QueryBatch
     ) -> Tensor:
-        """Predict the value of each query, `(N,)` float32, from states `(T, H)`."""
+        """Predict the value of each query, (queries,) float32, from `states` (tokens, width)."""
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         return self.predict_queries(model, vectors, prepared.query_cells, prepared.query_token_ids)
 
     def predict_queries(
         self, model: ObjectiveModel, vectors: Tensor, query_cells: Tensor, token_ids: Tensor
     ) -> Tensor:
-        """Predict the value of each query, `(N,)` float32, from `vectors` `(C, E)`.
+        """Predict the value of each query, (queries,) float32, from `vectors` (cells, vector width).
 
-        `query_cells`, indices of vectors, and `token_ids` are `(N,)` int64.
+        `query_cells` (queries,) int64 are the rows of `vectors` that the queries belong to, and `token_ids`
+        (queries,) int64 the token ids of the queried genes.
         """
         embedded = embed_tokens(token_ids, model.query_genes.weight)
         x = rows_at(model.query_cell(vectors), query_cells) * embedded
         for layer in model.query_layers:
-            x = layer(x, row_keys=None)  # no dropout
+            x = layer(x, row_keys=None)  # without keys there is no dropout
         biases = embed_tokens(token_ids, model.query_bias.weight)
         return (model.query_out(model.query_norm(x)).float() + biases.float()).squeeze(1)
 
@@ -271,18 +297,22 @@ class QueryDecoding(Objective):
         )
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score mean squared errors, zeros included: of the model, and of the gene's training mean.
+        """Compare the mean squared error of the model with the error of the gene's mean in training cells.
 
-        Values are those of whole cells, in the queries and in the mean.
+        Zeros of undetected genes are included in the errors and in the means. All values are values in
+        whole cells, not in views.
         """
         queries = QueryObservations(*observed)
         values = queries.values.astype(np.float64)
         predicted = queries.predicted.astype(np.float64)
         weights = queries.weights.astype(np.float64)
-        # mean over all training cells: detection rate times the mean of detected values
-        means = (statistics.n_tokens / statistics.n_cells * statistics.mean)[queries.genes]
         mse = float(np.average(np.square(values - predicted), weights=weights))
-        baseline_mse = float(np.average(np.square(values - means), weights=weights))
+
+        # the mean of a gene over all training cells is its detection rate times its mean detected value
+        detection_rates = statistics.n_tokens / statistics.n_cells
+        gene_means = (detection_rates * statistics.mean)[queries.genes]
+        baseline_mse = float(np.average(np.square(values - gene_means), weights=weights))
+
         r2 = r2_over(baseline_mse, mse)
         metrics = {
             "n_targets": len(values),
@@ -296,48 +326,56 @@ class QueryDecoding(Objective):
 
 
 def _choose_hidden_tokens(draws: TokenDraws, max_per_cell: int) -> Tensor:
-    """Choose at most `max_per_cell` hidden tokens of each cell, by the lowest `random_order`.
+    """Choose at most `max_per_cell` hidden tokens of each cell, those with the lowest `query_order`.
 
-    Return their indices, `(chosen,)` int64, ascending.
+    Return the indices of the chosen tokens, (chosen tokens,) int64, ascending.
     """
     hidden_tokens = draws.is_hidden.nonzero().flatten()
-    # sort by cell, and in each cell by random order
-    hidden_tokens = hidden_tokens[draws.random_order[hidden_tokens].argsort()]
+    # sort by cell, and in each cell by `query_order`: the second sort keeps the order of the first
+    hidden_tokens = hidden_tokens[draws.query_order[hidden_tokens].argsort()]
     hidden_tokens = hidden_tokens[draws.token_cells[hidden_tokens].argsort(stable=True)]
     cells = draws.token_cells[hidden_tokens]
-    index = _index_in_cell(cells, torch.bincount(cells))
-    return hidden_tokens[index < max_per_cell].sort().values
+    index_in_cell = _index_in_cell(cells, torch.bincount(cells))
+    return hidden_tokens[index_in_cell < max_per_cell].sort().values
 
 
-def _find_undetected(batch: Batch, n_genes: int, draw_cells: Tensor, index: Tensor) -> Tensor:
-    """Find the undetected gene of each draw by its `index` among the undetected genes of the cell.
+def _find_undetected(
+    batch: Batch, n_genes: int, draw_cells: Tensor, undetected_indices: Tensor
+) -> Tensor:
+    """Find the undetected gene of each draw, as vocabulary rows (draws,) int64.
 
-    `draw_cells`, `index` and the result, vocabulary rows, are `(draws,)` int64. A row is `index` plus the
-    number of detected genes before it. In a cell that detects genes 0, 3 and 4 of 7:
+    `draw_cells` (draws,) int64 is the cell of each draw. `undetected_indices` (draws,) int64 is the index of
+    the drawn gene among the undetected genes of this cell. The vocabulary row of the gene is this index
+    plus the number of detected genes before the gene. In a cell that detects genes 0, 3 and 4 of 7:
 
         undetected genes         1 2 5 6
-        their index              0 1 2 3
+        index                    0 1 2 3
         detected genes before    1 1 3 3
     """
     token_cells, position = positions(batch)
-    # `(T,)`: vocabulary rows of detected genes, ascending in each cell
-    first_row = token_cells * n_genes
-    rows = (first_row + batch.token_ids - len(SPECIAL)).sort().values - first_row
-    # `(T,)`: number of undetected genes before each detected one, ascending in each cell
+    # (tokens,): the vocabulary rows of detected genes, ascending in each cell. Cells get separate ranges
+    # of numbers, so that one sort sorts the genes of every cell
+    cell_range_starts = token_cells * n_genes
+    rows = (cell_range_starts + batch.token_ids - len(SPECIAL)).sort().values - cell_range_starts
+
+    # (tokens,): the number of undetected genes before each detected gene, ascending in each cell
     n_undetected_before = rows - position
-    # search all cells at once: an offset per cell makes the numbers ascend over the whole batch
-    cell_offset = n_genes + 1
-    ascending = n_undetected_before + token_cells * cell_offset
-    n_tokens_before = torch.searchsorted(ascending, index + draw_cells * cell_offset, right=True)
+
+    # A detected gene comes before the drawn gene if the number of undetected genes before it is at most
+    # the index. Again cells get separate ranges of numbers, so that one search serves all cells
+    range_size = n_genes + 1
+    ascending = n_undetected_before + token_cells * range_size
+    wanted = undetected_indices + draw_cells * range_size
+    n_tokens_before = torch.searchsorted(ascending, wanted, right=True)
     n_detected_before = n_tokens_before - batch.cu_seqlens[draw_cells]
-    return index + n_detected_before
+    return undetected_indices + n_detected_before
 
 
 def _index_in_cell(item_cells: Tensor, n_items: Tensor) -> Tensor:
-    """Number the items of each cell from 0: `(items,)` int64.
+    """Number the items of each cell from 0, (items,) int64.
 
-    `item_cells` `(items,)` has each item's cell, ascending; `n_items` `(C,)` is the number of items
-    of each cell.
+    `item_cells` (items,) is the cell of each item, ascending. `n_items` (cells,) is the number of items of
+    each cell.
     """
     first_item = n_items.cumsum(0) - n_items
     return torch.arange(len(item_cells)) - first_item[item_cells]

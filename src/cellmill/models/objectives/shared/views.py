@@ -167,7 +167,7 @@ def _thin_counts(
     `counts` (tokens,) are divided into cells by `offsets` (cells + 1,). `hidden_count_frac` (cells,) is the
     expected hidden fraction of each count of a cell.
     """
-    # counts of 0 have nothing to hide; a binomial draw from 0 would not use a random number either
+    # counts of 0 are left out: nothing of them can be hidden, and their draws would use no random number
     nonzero = np.flatnonzero(counts)
     nonzero_offsets = np.searchsorted(nonzero, offsets)
     draw_states = host_state(HIDE_KEY, state=cell_rng_states)
