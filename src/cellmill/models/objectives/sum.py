@@ -1,13 +1,15 @@
-"""sum: several objectives trained together.
+"""sum: several objectives trained together. Each of these objectives is a part of the sum.
 
-The part that draws a view (such as cell_decoding) draws it first; then every part prepares its batch
-from this view. The model is given the tokens of the part that `owns_tokens` (such as masked_value),
-so a token that is hidden for one part is hidden for all. Training runs the model once for all parts;
-`observe` runs it once per part.
+*Views and tokens.* At most one part draws a view, such as cell_decoding. The view is drawn first, and every
+part then prepares its batch from this view. At most one part `owns_tokens`, such as masked_value. The model
+is given the tokens of this part, so a token that is hidden for one part is hidden for all. Training runs
+the model once for all parts. `observe` runs the model once per part.
 
-With `view_loss` each cell has a second view. The model is given the second views too, but only the
-part that draws them reads them: to other parts they would be further cells. The loss is a vector,
-`(parts,)`, because the loss of each part is divided by its own number of targets.
+*Second views.* With `view_loss` each cell has a second view, and the model is given the second views too.
+Only the part that draws views reads the second views. To other parts they would be further cells.
+
+*The loss* is a vector with one number per part, because the loss of each part is divided by the part's own
+number of targets.
 """
 
 from collections.abc import Mapping
@@ -37,17 +39,17 @@ from cellmill.models.objectives.shared.views import ViewBatch
 from cellmill.runs.results import Verdict
 
 MODEL_FIELDS = [field.name for field in fields(EncoderBatch)]
-"""Fields that the model reads; the batches of all parts get the same tensors."""
+"""The fields of a batch that the model reads; the batches of all parts have the same tensors in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumBatch(EncoderBatch):
-    """The tokens that the model is given, and the batch of each part with the same tokens."""
+    """The tokens that the model is given, and for each part a batch with the same tokens."""
 
-    part_batches: tuple[Any, ...]  # what each part prepared, an EncoderBatch each
-    n_targets: Tensor  # `(parts,)` int64
+    part_batches: tuple[Any, ...]  # the results of `prepare` of all parts, an EncoderBatch each
+    n_targets: Tensor  # (parts,) int64: the number of targets of each part
     shares: tuple[RowShare, ...] | None = None
-    """This micro-batch's shares of losses over the global batch, in the order of the parts."""
+    """This micro-batch's shares of the losses that couple cells, in the order of the parts."""
 
 
 class Sum(Objective):
@@ -72,7 +74,10 @@ class Sum(Objective):
             self.gene_rows |= part.gene_rows
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        """Add the heads of every part. Raise ConfigError if two would have the same name."""
+        """Add the heads of every part.
+
+        Raise ConfigError if a head of one part would replace a head of another part.
+        """
         names: tuple[str, ...] = ()
         for name, part in self.parts.items():
             attributes_before = _list_attributes(model)
@@ -81,6 +86,7 @@ class Sum(Objective):
             part.suffix = "" if name == part.config.name else f"_{name}"
             names += part.attach(model, vocab_size)
             _check_heads(name, attributes_before, _list_attributes(model))
+
         parts = self.parts.values()
         self.coupled_widths = tuple(width for part in parts for width in part.coupled_widths)
         self.validates_coupled_loss = any(part.validates_coupled_loss for part in parts)
@@ -102,10 +108,12 @@ class Sum(Objective):
         return batch
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> SumBatch:
-        """Prepare the batch of every part, and give all of them the same tokens."""
+        """Prepare the batch of every part, and then give all these batches the same tokens."""
         first_views = batch
         if isinstance(batch, ViewBatch) and batch.n_second_views:
+            # there are as many first views as second views, and the first views come first
             first_views = replace(batch.slice_cells(0, batch.n_second_views), n_second_views=0)
+
         part_batches: list[Any] = []
         for name, part in self.parts.items():
             part.training = self.training
@@ -113,6 +121,7 @@ class Sum(Objective):
             part_batch = part.prepare(part_view, seed=seed, step=step)
             assert isinstance(part_batch, EncoderBatch), f"{name}: expected an EncoderBatch"
             part_batches.append(part_batch)
+
         model_fields = self._choose_model_fields(part_batches)
         return SumBatch(
             **model_fields,
@@ -121,11 +130,14 @@ class Sum(Objective):
         )
 
     def _choose_model_fields(self, part_batches: list[Any]) -> dict[str, Any]:
-        """Choose the tokens that the model is given: `MODEL_FIELDS` and their values.
+        """Choose the tokens that the model is given. Return the values of `MODEL_FIELDS`, by name.
 
-        They come from the part that `owns_tokens`, since no part may see its targets. Second views come
-        from the part that `draws_view`, which leaves its tokens to the owner. Without an owner all parts have
-        the same tokens, and without a drawer there are no second views: the first part then stands for it.
+        The tokens are the tokens of the part that `owns_tokens`, because no part may see the owner's
+        targets. If no part owns tokens, all parts have the same tokens, and the first part stands for the
+        owner.
+
+        The second views are the second views of the part that `draws_view`. If no part draws views, there are
+        no second views, and the first part stands for the drawer.
         """
         owner_batch = part_batches[0]
         drawer_batch = part_batches[0]
@@ -134,19 +146,21 @@ class Sum(Objective):
                 owner_batch = part_batch
             if part.config.draws_view:
                 drawer_batch = part_batch
+
         owner_fields = _read_model_fields(owner_batch)
         has_second_views = len(drawer_batch.lengths) > len(owner_batch.lengths)
-        return (
-            _replace_first_views(drawer_batch, owner_fields) if has_second_views else owner_fields
-        )
+        if has_second_views:
+            return _replace_first_views(drawer_batch, owner_fields)
+        return owner_fields
 
     def loss(self, model: ObjectiveModel, states: Tensor, prepared: SumBatch) -> Tensor:
+        """Return the sum of the loss of each part over its own targets, (parts,) float32."""
         losses = []
         shares_by_part = self._split_by_part(prepared.shares or ())
         for part, part_batch, shares in zip(
             self.parts.values(), prepared.part_batches, shares_by_part
         ):
-            # in validation only parts with `validates_coupled_loss` add their shares
+            # a part without `validates_coupled_loss` leaves its coupled loss out of validation
             uses_shares = model.training or part.validates_coupled_loss
             if shares and uses_shares:
                 part_batch = replace(part_batch, shares=shares)
@@ -168,12 +182,15 @@ class Sum(Objective):
         return losses
 
     def _split_by_part(self, items: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """Split what there is one of per table of coupled rows, in the order of the parts."""
+        """Split `items` by part. There is one item for each table of coupled rows.
+
+        A part has as many tables as `coupled_widths`. Tables are in the order of the parts.
+        """
         remaining = iter(items)
         return [tuple(islice(remaining, len(part.coupled_widths))) for part in self.parts.values()]
 
     def observe(self, model: ObjectiveModel, prepared: SumBatch) -> Tensors:
-        """Return the number of tensors of each part, `(parts,)` int64, then the tensors of all parts."""
+        """Return the number of tensors of each part, (parts,) int64, followed by all these tensors."""
         n_tensors = []
         observed: Tensors = ()
         for part, part_batch in zip(self.parts.values(), prepared.part_batches):
@@ -183,21 +200,23 @@ class Sum(Objective):
         return torch.tensor(n_tensors), *observed
 
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
-        """Score every part; its metrics get the prefix of its name.
+        """Judge every part. The metrics of a part get the name of the part as a prefix.
 
-        The baselines of a part in a view are made of the tokens that views of training cells show.
+        If a part reads the view of another part, its baselines are computed from the tokens that views of
+        training cells show.
         """
+        repeated_n_arrays, *arrays = observed
+        # the results of all batches are concatenated, so the numbers of arrays repeat in each batch
+        n_arrays_of_parts = repeated_n_arrays[: len(self.parts)].tolist()
+
         metrics: dict[str, Any] = {}
         verdicts: list[Verdict] = []
-        n_tensors, *arrays = observed
-        # batches are concatenated, so the numbers repeat once per batch
-        n_by_part = n_tensors[: len(self.parts)].tolist()
-        all_arrays = iter(arrays)
-        for (name, part), n in zip(self.parts.items(), n_by_part):
+        remaining = iter(arrays)
+        for (name, part), n_arrays in zip(self.parts.items(), n_arrays_of_parts):
             part_statistics = statistics.shown if part.in_view else statistics
             assert part_statistics is not None, "statistics without views"
             part_metrics, part_verdicts = part.judge_observed(
-                *islice(all_arrays, n), statistics=part_statistics
+                *islice(remaining, n_arrays), statistics=part_statistics
             )
             metrics |= {f"{name}.{key}": value for key, value in part_metrics.items()}
             verdicts += part_verdicts
@@ -205,14 +224,14 @@ class Sum(Objective):
 
 
 def _list_attributes(model: ObjectiveModel) -> Mapping[str, Any]:
-    """List the children and the direct parameters of `model` by name."""
+    """Return the modules and the parameters that are attributes of `model` itself, by name."""
     return dict(model.named_children()) | dict(model.named_parameters(recurse=False))
 
 
 def _check_heads(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `part` replaced an attribute of the model.
+    """Raise ConfigError if the method `attach` of `part` replaced an attribute of the model.
 
-    `before` and `after` are the model's attributes before and after its `attach`.
+    `before` and `after` are the attributes of the model before and after the call of `attach`.
     """
     for head, module in sorted(after.items()):
         if before.get(head, module) is not module:
@@ -223,20 +242,21 @@ def _check_heads(part: str, before: Mapping[str, Any], after: Mapping[str, Any])
 
 
 def _read_model_fields(batch: EncoderBatch) -> dict[str, Any]:
-    """Read the fields of `batch` that the model reads, by name."""
+    """Return the values of the fields of `batch` that the model reads, by name."""
     return {name: getattr(batch, name) for name in MODEL_FIELDS}
 
 
 def _replace_first_views(all_views: EncoderBatch, first_views: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields that the model reads, by name, with other first views.
+    """Return the fields that the model reads, by name, with the first views replaced.
 
-    A tensor per token or per cell:
+    `first_views` are the fields of the other first views, by name. A field is a tensor with a row per token
+    or per cell:
 
         all_views     [first views | second views | padding]
         first_views   [first views, some tokens hidden]
         the result    [first views, some tokens hidden | second views | padding]
 
-    `cu_seqlens` and `lengths` come out as in `all_views`, since hidden tokens are still in the batch.
+    The result has `cu_seqlens` and `lengths` of `all_views`, because hidden tokens are still in the batch.
     """
     replaced = _read_model_fields(all_views)
     for name, first in first_views.items():
