@@ -98,12 +98,12 @@ class MaskedGene(MaskedObjective):
         # one token more of each gene, so that no gene has frequency 0
         frequencies = (n_tokens + 1) / (n_tokens.sum() + len(n_tokens))
         baseline_loss = float(-np.log(frequencies[genes]).mean())
-        most_frequent_gene = int(n_tokens.argmax())
+        commonest_gene = int(n_tokens.argmax())
 
         metrics = {
             "n_targets": len(genes),
             "accuracy": float(is_correct.mean()),
-            "accuracy_frequency": float((genes == most_frequent_gene).mean()),
+            "accuracy_frequency": float((genes == commonest_gene).mean()),
             "cross_entropy": loss,
             "cross_entropy_frequency": baseline_loss,
         }

@@ -70,8 +70,8 @@ class SupervisedContrastive(LabelObjective):
     def judge(self, *observed: np.ndarray, statistics: GeneStatistics) -> Judgement:
         """Compare the mean loss with the loss that equal vectors of all cells would have.
 
-        If no two cells have the same label, there is nothing to compare: the only metric is the number
-        of cells, and there is no verdict.
+        If no two cells have the same label, there is nothing to compare. Then the only metric is the number
+        of cells, without a verdict.
         """
         label_indices, vectors = (torch.from_numpy(array) for array in observed)
         n_cells = len(label_indices)
@@ -102,8 +102,8 @@ def contrastive_loss_sum(rows: Tensor, temperature: float) -> Tensor:
     codes = rows[:, 0].detach()
     vectors = rows[:, 1:]
     loss = rows.new_zeros((), dtype=torch.float64)
-    # `split` yields one empty chunk if there are no rows. So the loss always depends on `rows`, and
-    # always has a gradient
+    # Without rows, `split` still yields one chunk, which is empty. So the loss always depends on `rows`,
+    # and always has a gradient
     for anchors in torch.arange(len(rows), device=rows.device).split(ANCHORS_PER_CHUNK):
         # The backward pass computes the logits of a chunk once more. So only the logits of one chunk,
         # (ANCHORS_PER_CHUNK, slots), are in memory, and never all (slots, slots)
