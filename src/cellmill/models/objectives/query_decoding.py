@@ -161,9 +161,9 @@ class QueryDecoding(Objective):
         """Draw the shown tokens and the queries of each cell, on the CPU. The batch must have counts."""
         assert batch.counts is not None, "the batch has no counts"
         draws = self._draw_tokens(batch, seed, step)
-        detected = self._query_detected(batch, draws)
-        undetected = self._query_undetected(batch, draws, detected.cells, seed, step)
-        queries = Queries(*(torch.cat(tensors) for tensors in zip(detected, undetected)))
+        of_detected = self._query_detected(batch, draws)
+        of_undetected = self._query_undetected(batch, draws, of_detected.cells, seed, step)
+        queries = Queries(*(torch.cat(fields) for fields in zip(of_detected, of_undetected)))
 
         # a hidden token has count 0 in the view, and `tokenize_counts` leaves it out
         shown = (batch.counts * ~draws.is_hidden).numpy()
@@ -210,7 +210,7 @@ class QueryDecoding(Objective):
     def _query_undetected(
         self, batch: Batch, draws: TokenDraws, detected_cells: Tensor, seed: int, step: int
     ) -> Queries:
-        """Query `undetected_ratio` times as many undetected genes of each cell as detected genes.
+        """Query `undetected_ratio` undetected genes for each query of a detected gene of the same cell.
 
         The undetected genes are drawn with replacement. Which undetected genes are hidden is not drawn:
         the weights contain the expected number of hidden undetected genes.

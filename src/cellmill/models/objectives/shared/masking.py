@@ -62,7 +62,7 @@ class MaskedBatch(EncoderBatch):
 
 @dataclass(frozen=True)
 class Mask:
-    """Which tokens are masked, and what the model sees of each. All fields are (tokens,).
+    """The masked tokens of a batch, and what the model sees of each. All fields are (tokens,).
 
     Padding, and the special tokens at the ends of a cell, are neither visible nor masked.
     """
@@ -74,11 +74,11 @@ class Mask:
     A number below the threshold, or the lowest number of the cell, masks the token. Further random
     numbers of the token, such as for its replacement, have this number as their key.
     """
-    visible: Tensor  # bool
-    masked: Tensor  # bool: each masked token is either hidden, kept or replaced
-    hidden: Tensor  # bool
-    kept: Tensor  # bool
-    replaced: Tensor  # bool
+    visible: Tensor  # bool: True for genes that are not masked
+    masked: Tensor  # bool: True for genes that are masked, each of which is one of the three below
+    hidden: Tensor  # bool: the model does not see the target
+    kept: Tensor  # bool: the model sees the target
+    replaced: Tensor  # bool: the model sees a wrong target
 
 
 class MaskedObjective(Objective):
@@ -131,14 +131,17 @@ class MaskedObjective(Objective):
     def _draw_mask(self, batch: Batch, seed: int, step: int) -> Mask:
         """Draw which tokens are masked, and which masked tokens are hidden, kept or replaced."""
         token_cells, position = positions(batch)
+        # another part of a sum drew the view with the same keys, so masks in a view need a further key
         view_key = (MASK_IN_VIEW_KEY,) if self.in_view else ()
         mask_draws = keyed_token_bits(batch.cell_ids, token_cells, seed, step, position, *view_key)
         is_gene = batch.token_ids > PAD_TOKEN  # neither <pad> nor <cls> nor <eos>
         masked = self._choose_masked(mask_draws, is_gene, token_cells, len(batch.lengths))
+
         hidden = masked
         kept = torch.zeros_like(masked)
         if self.training and not self.hides_all_masked:
             hidden, kept = self._draw_hidden_and_kept(mask_draws, masked)
+
         return Mask(
             token_cells=token_cells,
             draws=mask_draws,
@@ -157,7 +160,8 @@ class MaskedObjective(Objective):
         These are the genes whose random number is below the threshold of `mask_frac`, and in each cell the
         gene with the lowest random number. `mask_draws` are the random numbers, (tokens,) int64.
         """
-        # tokens that are no genes get the highest number, so that the lowest belongs to a gene
+        # padding and special tokens get the highest number, so that the lowest number of a cell with genes
+        # belongs to a gene
         draws = torch.where(is_gene, mask_draws, HIGHEST_DRAW)
         lowest = torch.full((n_cells,), HIGHEST_DRAW, device=draws.device)
         lowest = lowest.scatter_reduce(0, token_cells, draws, "amin")
@@ -189,6 +193,8 @@ class MaskedObjective(Objective):
         weight = self.config.cell_loss_weight
         if not weight:
             return loss
+
+        # the cell loss: predict the same targets from the cell's vector and the rest of the token
         vectors = model.cell_vectors(states, prepared).to(states.dtype)
         # The masked tokens are embedded again, with their targets hidden: the last pipeline stage, which
         # computes the loss, does not receive the embeddings of the first
