@@ -59,12 +59,12 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         ({}, {"outcomes": []}, "name the label, batch or other columns that its tasks need"),
         (
             {},
-            {"logged": [LoggedLineSchema(step=1, effective_rank=9.0), *COLLAPSING]},
+            {"logged_lines": [LoggedLineSchema(step=1, effective_rank=9.0), *COLLAPSING]},
             "lower train.lr: the embedding has coll",
         ),
         (
             {"objective": {"name": "cell_decoding", "batch_column": "b", "batch_adversary": 0.1}},
-            {"logged": COLLAPSING},
+            {"logged_lines": COLLAPSING},
             "lower objective.batch_adversary_scale, or train.lr: the embedding has collapsed to one direction",
         ),
         (
@@ -161,7 +161,7 @@ def advised(options: dict[str, Any], outcomes: list[str] = AHEAD, **files: Any) 
         # two labels need no second direction
         (
             {},
-            {"exported_model": SUPERVISED, "logged": COLLAPSING},
+            {"exported_model": SUPERVISED, "logged_lines": COLLAPSING},
             "train it with other seeds",
         ),
     ],
@@ -173,7 +173,7 @@ def test_each_rule_has_one_sentence(
 
 
 def test_a_collapsed_embedding_is_named_before_steps() -> None:
-    few = advised({}, logged=COLLAPSING, plan=PlanSchema(steps=60, steps_per_epoch=400))
+    few = advised({}, logged_lines=COLLAPSING, plan=PlanSchema(steps=60, steps_per_epoch=400))
     assert few.startswith("lower train.lr:")
 
 
@@ -182,16 +182,16 @@ def test_a_collapse_after_the_evaluated_step_does_not_count() -> None:
         return LoggedLineSchema(step=step, effective_rank=value)
 
     evaluated = Evaluation({}, {"step": 200})
-    late = advised({}, logged=[rank(200, 9.0), rank(2000, 1.3)], evaluation=evaluated)
+    late = advised({}, logged_lines=[rank(200, 9.0), rank(2000, 1.3)], evaluation=evaluated)
     assert "collapsed" not in late
-    early = advised({}, logged=[rank(200, 1.3), rank(2000, 9.0)], evaluation=evaluated)
+    early = advised({}, logged_lines=[rank(200, 1.3), rank(2000, 9.0)], evaluation=evaluated)
     assert "the embedding has collapsed" in early
 
 
 def test_only_runs_without_labels_are_called_collapsed() -> None:
     name = "effective rank of the embedding, last validation"
     for model, addition in ((None, ": collapsed to one direction"), (SUPERVISED, "")):
-        run = ReportedRun("run", None, None, None, model, None, logged=COLLAPSING)
+        run = ReportedRun("run", None, None, None, model, None, logged_lines=COLLAPSING)
         assert f"{name}{addition}" in [row.name for row in compare_with_plan(run)]
 
 

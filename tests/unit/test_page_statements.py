@@ -69,7 +69,7 @@ def test_a_linked_run_has_the_name_of_the_link(
     run = read_run(runs / "pbmc")
     assert run.name == "pbmc"
     trained = "results/runs/pbmc/train"
-    assert run.remake_commands["train/status.json"] == (
+    assert run.remake_command_by_file["train/status.json"] == (
         f"mv {trained} {trained}.$(date +%s) && snakemake --profile PROFILE {trained}/status.json"
     )
     monkeypatch.chdir(runs / "pbmc")
@@ -100,14 +100,19 @@ def test_equal_verdicts_on_two_labels_both_count() -> None:
 
 
 def test_scores_over_steps_are_of_one_training(tmp_path: Path) -> None:
-    objectives = {"": "cell_decoding", "steps/1/": "masked_value", "steps/2/": "cell_decoding"}
-    for folder, objective in objectives.items():
-        config = {"fingerprint": "f", "objective": {"name": objective}}
+    exported = {"fingerprint": "f", "objective": {"name": "cell_decoding"}}
+    configs = {
+        "": exported,
+        "steps/1/": exported | {"objective": {"name": "masked_value"}},
+        "steps/2/": exported,
+        "steps/3/": exported | {"weighted_by": "cell_type"},
+    }
+    for folder, config in configs.items():
         write(tmp_path / f"{folder}model/config.json", config)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         evaluation = Evaluation({}, {"step": step})
         results.write(tmp_path / f"steps/{step}/evaluate/metrics.json", evaluation)
-    assert [*read_run(tmp_path).checkpoint_evaluations] == [2]
+    assert [*read_run(tmp_path).evaluation_by_step] == [2]
 
 
 def test_an_empty_file_is_not_called_missing() -> None:
@@ -146,6 +151,47 @@ def test_files_of_others_stay_in_the_folder_of_pictures(tmp_path: Path) -> None:
         "charts.json",
         "fig1.svg",
     ]
+
+
+def test_a_new_chart_overwrites_no_file_of_a_user(tmp_path: Path) -> None:
+    write(tmp_path / "001_first.svg", "mine")
+    charts = PageCharts()
+    charts.add(make_confusion_chart("first", ["a"], [[1]]))
+    for _ in range(2):
+        charts.save(tmp_path)
+        assert (tmp_path / "001_first.svg").read_text() == "mine"
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["001_first.svg", "001_first_.csv", "001_first_.svg", "charts.json"]
+
+
+@pytest.mark.parametrize("damaged", ["null", "true", "3", '"001_first.svg"', "{}"])
+def test_a_damaged_list_of_charts_removes_no_file(tmp_path: Path, damaged: str) -> None:
+    write(tmp_path / "001_first.svg", "mine")
+    write(tmp_path / "charts.json", damaged)
+    with pytest.raises(DataError, match=r"charts\.json: expected a list of file names; delete"):
+        PageCharts().save(tmp_path)
+    assert (tmp_path / "001_first.svg").exists()
+
+
+def test_a_saved_picture_keeps_the_texts_of_users(tmp_path: Path) -> None:
+    charts = PageCharts()
+    charts.add(make_confusion_chart("c", ["currentColor"], [[1]]))
+    charts.save(tmp_path)
+    svg = (tmp_path / "001_c.svg").read_text()
+    assert ">currentColor<" in svg
+    assert "#222222" in svg
+    assert '"currentColor"' not in svg
+
+
+def test_options_of_plugins_may_have_any_type(tmp_path: Path) -> None:
+    options = {
+        "model": {"family": "mlp", "hidden": [64, 32]},
+        "objective": {"name": "mine", "batch_column": ["donor", "plate"], "batch_reason": 1},
+    }
+    folder = make_run(tmp_path / "run")
+    write(folder / "train/run.json", {"options": options})
+    text = to_plain_text(render("r", [read_run(folder)], []))
+    assert "model.hidden 64, 32" in text
 
 
 @pytest.mark.parametrize("has_validation", [False, True])

@@ -207,8 +207,8 @@ def test_a_better_run_is_said_to_have_no_interval_without_pairs() -> None:
         run("second", probe=result("f", [0.83]), leave_out=result("g", [0.2])),
     ]
     assert first_line(runs).endswith(
-        "Better than first in single tasks, without an interval, because repetitions cannot be paired, are fewer "
-        "than two or do not vary, or the error over units is unknown: second in probe (+0.030)."
+        "Better than first in single tasks, without an interval, because there are fewer than two paired "
+        "repetitions, the error over units is unknown, or nothing varies: second in probe (+0.030)."
     )
     # two repetitions of the other run only are no pairs
     assert not any(one.is_called_best for one in list_standings([*reversed(runs)]))

@@ -41,7 +41,7 @@ from cellmill.report.checkpoints import make_checkpoint_charts
 from cellmill.report.collect import ReportedRun, UmapCells, read_corpus, read_run
 from cellmill.report.drawing import page_charts
 from cellmill.report.drawing.cell_counts import make_confusion_chart, make_histogram_chart
-from cellmill.report.drawing.curves import make_curves_chart, make_loss_chart
+from cellmill.report.drawing.curves import StepValues, make_curves_chart, make_loss_chart
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.png import shrink_png
 from cellmill.report.drawing.umap import find_max_cells, list_categories, make_umap_chart
@@ -570,8 +570,8 @@ def test_one_evaluated_step_with_a_baseline_has_no_chart() -> None:
     scored = Evaluation({"d": make_dataset(probe=TaskResult(rows, "f"))}, {"step": 20})
     unscored = Evaluation({"d": make_dataset(probe=TaskResult(skipped="no label"))}, {"step": 10})
     run = ReportedRun("run", None, None, None, None, scored)
-    assert [*make_checkpoint_charts(replace(run, checkpoint_evaluations={10: unscored}), "d")] == []
-    [(_, chart)] = make_checkpoint_charts(replace(run, checkpoint_evaluations={10: scored}), "d")
+    assert [*make_checkpoint_charts(replace(run, evaluation_by_step={10: unscored}), "d")] == []
+    [(_, chart)] = make_checkpoint_charts(replace(run, evaluation_by_step={10: scored}), "d")
     assert [(row["name"], row["step"]) for row in chart.rows] == [
         ("embedding + kNN", 10),
         ("embedding + kNN", 20),
@@ -643,7 +643,7 @@ def test_a_umap_shows_at_most_4000_cells() -> None:
     drawn = make_umap_chart("UMAP", cells, ["a", "b"], "batch").rows
     assert sorted(row["batch"] for row in drawn) == [-1, 0, 0, 1, 1]
     many = umap_of(["B"] * 5000, ["a", "b"] * 2500)
-    run = replace(of_tasks("run"), umap={"d": many})
+    run = replace(of_tasks("run"), umap_by_dataset={"d": many})
     text = text_of(render("r", [run], []))
     n_drawn = re.findall(
         r"UMAP of 5,000 cells, 5,000 of them held out \(circles\); (\S+) of the 5,000 are drawn",
@@ -704,6 +704,17 @@ def test_many_runs_are_drawn_with_fewer_points() -> None:
         rows = make_curves_chart("Loss", runs, "loss").rows
         assert len(rows) == n_runs * shown
         assert rows[-1]["step"] == 999
+
+
+def test_curves_without_points_take_no_points_from_others() -> None:
+    points: StepValues = [(step, 1.0) for step in range(1000)]
+    alone = make_curves_chart("Loss", {"a": points}, "loss")
+    empty: dict[str, StepValues] = {str(number): [] for number in range(400)}
+    assert make_curves_chart("Loss", {"a": points} | empty, "loss").rows == alone.rows
+    losses = {"training": points, "validation": points}
+    both = make_loss_chart("Loss", {"a": losses})
+    assert make_loss_chart("Loss", {"a": losses} | {key: {} for key in empty}).rows == both.rows
+    assert make_curves_chart("Loss", empty, "loss").rows == []
 
 
 @pytest.mark.parametrize("n_points", [1, 2, 399, 400, 401, 799, 800, 801])
@@ -843,7 +854,7 @@ def test_tasks_that_share_a_sentence_print_it_once() -> None:
 def test_an_absent_umap_is_not_called_a_table(other: str | None, said: str) -> None:
     result = of_task("f", {OWN: 0.9, GENES: 0.7}, [])
     umap = {} if other is None else {other: UmapCells(array("d"), array("d"), b"", {})}
-    run = replace(of_tasks("a", probe=result), umap=umap)
+    run = replace(of_tasks("a", probe=result), umap_by_dataset=umap)
     assert f"evaluate/umap.tsv {said}." in text_of(render("r", [run], []))
 
 
@@ -1007,7 +1018,7 @@ def test_a_beaten_untrained_network_is_nowhere_best_baseline() -> None:
     run = of_tasks("a", probe=result)
     assert run.evaluation is not None
     evaluation = replace(run.evaluation, model={"step": 20})
-    run = replace(run, evaluation=evaluation, checkpoint_evaluations={10: evaluation})
+    run = replace(run, evaluation=evaluation, evaluation_by_step={10: evaluation})
     [(_, chart)] = make_checkpoint_charts(run, "d")
     assert chart.rows[-1]["name"] == f"{GENES.name} (best baseline)"
     page = render("r", [run], [])
@@ -1073,7 +1084,7 @@ def test_each_objective_has_a_chart_of_its_losses() -> None:
         for name in ("cell_decoding", "classification", "cell_decoding")
     ]
     runs = [
-        ReportedRun(name, None, None, RunRecordSchema(options=of), None, None, logged=lines)
+        ReportedRun(name, None, None, RunRecordSchema(options=of), None, None, logged_lines=lines)
         for name, of in zip("abc", options)
     ]
     first, second = make_loss_charts(runs)
@@ -1083,7 +1094,7 @@ def test_each_objective_has_a_chart_of_its_losses() -> None:
     [alone] = make_loss_charts(runs[:1])
     assert alone.title == "Loss"
     assert alone.spec["encoding"]["color"]["legend"] is None
-    unknown = ReportedRun("d", None, None, None, None, None, logged=lines)
+    unknown = ReportedRun("d", None, None, None, None, None, logged_lines=lines)
     assert [chart.title for chart in make_loss_charts([*runs[:1], unknown])] == [
         "Loss: cell decoding",
         "Loss: unknown objective",
@@ -1093,7 +1104,7 @@ def test_each_objective_has_a_chart_of_its_losses() -> None:
 @pytest.mark.parametrize(("key", "has_note"), [("loss", True), ("lr", False)])
 def test_the_note_on_losses_needs_a_chart_of_losses(key: str, has_note: bool) -> None:
     lines = [LoggedLineSchema.model_validate({"step": 1, key: 2.0})]
-    runs = [replace(of_tasks(name), logged=lines) for name in ("a", "b")]
+    runs = [replace(of_tasks(name), logged_lines=lines) for name in ("a", "b")]
     assert ("Losses are comparable only" in render("r", runs, [])) == has_note
 
 
@@ -1189,14 +1200,14 @@ def test_planned_tensors_stand_next_to_measured_tensors() -> None:
         None,
         None,
         None,
-        logged=[LoggedLineSchema(step=1, peak_resident_gb=[1.9, 2.13])],
+        logged_lines=[LoggedLineSchema(step=1, peak_resident_gb=[1.9, 2.13])],
     )
     line = LoggedLineSchema(step=1, peak_allocated_gb=[0.0512, 0.05], peak_resident_gb=[2.1, 2.0])
     tensors = "peak tensor memory on any rank, GB"
     process = "peak memory of any process, libraries included, GB"
     for run, measured, rank in (
         (on_cpu, None, 1),
-        (replace(on_cpu, logged=[line, LoggedLineSchema(step=2)]), 0.051, 0),
+        (replace(on_cpu, logged_lines=[line, LoggedLineSchema(step=2)]), 0.051, 0),
     ):
         rows = {name: (planned, seen) for name, planned, seen in compare_with_plan(run)}
         kind = "process" if measured is None else "tensor"

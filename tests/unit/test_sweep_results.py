@@ -250,7 +250,7 @@ def test_sizes_of_other_objectives_are_no_curve_of_parameters() -> None:
         record = RunRecordSchema.model_validate({"options": options})
         plan = PlanSchema(parameters=100 + number)
         lines = [LoggedLineSchema(step=1, val_loss=2.0 + number)]
-        run = ReportedRun(objective, plan, None, record, None, None, logged=lines)
+        run = ReportedRun(objective, plan, None, record, None, None, logged_lines=lines)
         rows += list_rows(run, {"objective.name": objective})
     assert make_scalings(rows, ["objective.name"]) == []
 
@@ -260,7 +260,7 @@ def test_named_points_of_one_objective_are_sizes() -> None:
     for name, parameters in (("small", 10), ("large", 1000)):
         plan = PlanSchema(parameters=parameters)
         lines = [LoggedLineSchema(step=1, val_loss=1.0)]
-        run = ReportedRun(name, plan, None, None, None, None, logged=lines)
+        run = ReportedRun(name, plan, None, None, None, None, logged_lines=lines)
         rows += list_rows(run, {"width": name})
     [scaling] = make_scalings(rows, ["width"])
     assert scaling.size_column == "parameters"

@@ -66,7 +66,7 @@ def test_the_results_belong_to_the_cells(done: tuple[Project, str]) -> None:
 def test_every_file_with_a_command_in_the_page_is_a_target(done: tuple[Project, str]) -> None:
     run = read_run(done[0].folder / "results/runs/tiny")
     corpus = read_corpus(done[0].folder / "results/corpora/sim")
-    commands = run.remake_commands | corpus.remake_commands
+    commands = run.remake_command_by_file | corpus.remake_command_by_file
     assert len(commands) == len(CORPUS) + len(RUN)
     targets = [shlex.split(command)[-1] for command in commands.values()]
     assert done[0].jobs("--force", *targets) == dict.fromkeys([*CORPUS, *RUN], 1)

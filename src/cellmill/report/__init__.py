@@ -1,16 +1,20 @@
 """The page over all runs and corpora.
 
-In the order in which a page is made:
+The modules, in the order in which a page is made:
 
-- `collect` reads the files of runs and corpora; `schemas` says what each JSON file must hold, and
-  `remake_commands` how Snakemake makes it again.
-- `verdicts` compares a run with the baselines, `ranking` compares runs with each other. `standings`
-  has both for each run and dataset.
-- `overview` puts them into the sentences of the first section, with one piece of `advice` per run.
-- `task_table` and `side_by_side` make the tables of a task, in one run and in several; `text` makes
-  text of values.
-- `training` and `checkpoints` make the values and charts of further sections. `sweeps` makes the
-  values of the section on sweeps, which `drawing/curves.py` draws.
-- `drawing` makes the charts.
-- `page` renders page.html and its `sections` from all of these; macros.html has what they share.
+- `collect` reads the files of runs and corpora. `schemas` says what each JSON file must hold.
+  `remake_commands` lists the Snakemake commands that make each file again.
+- `verdicts` lists how a run compares with the best baselines. `ranking` compares runs with each
+  other. `standings` joins both for each run and dataset.
+- `advice` finds what to change in a run. `overview` writes the sentences of the first section from
+  the standings and the advice.
+- `task_table` makes the table of a task in one run, and `side_by_side` the table of a task in
+  several runs. `text` formats single values as text.
+- `training` makes the values and charts of the section on training. `checkpoints` makes the charts
+  of a run's evaluated checkpoints.
+- `sweeps` makes the rows and curves of a sweep. The charts of these curves are in
+  `drawing/curves.py`.
+- `drawing` makes all charts.
+- `page` renders page.html, with its `sections`, from the values and charts. macros.html has the
+  macros that several sections use.
 """

@@ -1,8 +1,11 @@
 """Advice on what to change for a better model.
 
+Each function `_advise_…` is a rule. A rule returns a sentence without its full stop, or None if it
+has nothing to advise. `find_advice` returns the sentence of the first rule that has one.
+
 Most rules follow from tables in docs/quality.md: "What to change first", "Steps and checkpoint" and
-"Where a trained model is worth it". The rule on a collapsed embedding rests on experience. The
-rule on weak objectives rests on an earlier table.
+"Where a trained model is worth it". The rule on a collapsed embedding rests on experience. The rule
+on weak objectives rests on an earlier table, which ACCURACY_DEFICITS cites.
 """
 
 from collections.abc import Sequence
@@ -22,48 +25,61 @@ from cellmill.runs.collapse import advise_on_collapse
 
 
 class Gain(NamedTuple):
-    """A change of accuracy and the ends of its 95 % interval, which contains 0."""
+    """A measured change of accuracy, with its 95 % interval. The interval contains 0."""
 
     change: float
-    low: float
-    high: float
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
 
 
 ACCURACY_DEFICITS = {"masked_gene": "0.11 to 0.34", "masked_value": "0.12 to 0.33"}
-"""Differences in the accuracy on whole cells, by weak objective: logistic regression on all genes was higher.
+"""How much lower the accuracy of each weak objective was than the accuracy of logistic regression.
 
-They are from rows encoder2-masked-gene and -masked-value of benchmarks/quality.tsv at
-commit 138e3a42, for PBMC, MERFISH and CellBench. On Papalexi both were above logistic regression.
+The logistic regression was on all genes, and both accuracies are on whole cells. The ranges are over
+three datasets: PBMC, MERFISH and CellBench. On the fourth dataset, Papalexi, both objectives were
+above logistic regression. The numbers are from rows encoder2-masked-gene and encoder2-masked-value
+of benchmarks/quality.tsv at commit 138e3a42.
 """
 REPLACEMENT_OBJECTIVES = {
     "cell_decoding": {"name": "cell_decoding"},
     "{name: cell_decoding, view: drop}": {"name": "cell_decoding", "view": "drop"},
 }
-"""Objectives to train instead of a weak one: their options, by the YAML that a user writes."""
+"""Objectives to train instead of a weak objective: section `objective`, by the YAML for it.
+
+The first replacement that the run's other options accept is advised.
+"""
 GAINS = {"batch": Gain(0.006, -0.001, 0.013), "steps": Gain(0.013, -0.007, 0.034)}
-"""Gains in accuracy, from rows of "What to change first" in docs/quality.md."""
-# Measured for family `profile` with a `hidden` of MIN_WIDTH: an `lr` above MAX_LR lowered accuracy.
-# Wider models get the same advice.
-MIN_WIDTH = 512
-MAX_LR = 0.0025
-SAFE_LR = 0.001
+"""Changes of accuracy by what was changed, from rows of "What to change first" in docs/quality.md.
+
+`batch` is the choice of a batch column. `steps` is the step from 400 to 1,600 training steps.
+"""
+# The advice on the learning rate was measured for family `profile` with `hidden` equal to MIN_WIDTH.
+# A rate above MAX_LR lowered the accuracy there. Wider models get the same advice.
+MIN_WIDTH = 512  # the rule applies to models with at least this `hidden`
+MAX_LR = 0.0025  # the rule applies to learning rates above this
+SAFE_LR = 0.001  # the learning rate that the rule advises
 
 
 def find_advice(run: ReportedRun, outcomes: Sequence[str]) -> str:
-    """The most urgent advice for a run, a sentence without its full stop.
+    """Find the most urgent advice for a run. Return a sentence without its full stop.
 
-    `outcomes` has the outcome (ahead, level, behind or undecided) of each comparison with a best
-    baseline, over all datasets and tasks.
+    `outcomes` has one outcome (ahead, level, behind or undecided) for each comparison of the run
+    with a best baseline, over all datasets and tasks.
     """
     advice = [_advise_on_collapse(run), _advise_on_objective(run), _advise_on_learning_rate(run)]
-    if not run.supervised_by:  # these rules were measured on models trained without labels
+    # the next three rules were measured only on models that were trained without labels
+    if not run.supervised_by:
         advice += [_advise_on_batches(run), _advise_on_steps(run), _advise_on_checkpoint(run)]
     advice += [_advise_on_baseline(outcomes), _advise_next_step(run, outcomes)]
     return next(filter(None, advice))
 
 
 def _advise_on_collapse(run: ReportedRun) -> str | None:
-    """The advice that the training prints; "lower train.lr" for an objective of another version."""
+    """Advice if the embedding of the run has collapsed to one direction.
+
+    The advice is the same as in the log of the training. If this version of cellmill cannot read
+    the options of the objective, the advice is "lower train.lr".
+    """
     if not run.has_collapsed:
         return None
     change = "lower train.lr"
@@ -74,7 +90,7 @@ def _advise_on_collapse(run: ReportedRun) -> str | None:
 
 
 def _advise_on_objective(run: ReportedRun) -> str | None:
-    """Advice if the objective is weak and the run's other options accept a replacement."""
+    """Advice if the objective is weak, and the run's other options accept a replacement for it."""
     objective = run.options.objective.name
     if objective not in ACCURACY_DEFICITS:
         return None
@@ -92,9 +108,11 @@ def _advise_on_objective(run: ReportedRun) -> str | None:
 
 
 def _advise_on_learning_rate(run: ReportedRun) -> str | None:
+    """Advice if a wide model of family `profile` has a high learning rate."""
     model = run.options.model
     lr = run.options.train.lr
-    is_wide = model.family == "profile" and model.hidden is not None and model.hidden >= MIN_WIDTH
+    width = model.hidden if model.family == "profile" else None
+    is_wide = isinstance(width, int) and width >= MIN_WIDTH
     if not is_wide or lr is None or lr <= MAX_LR:
         return None
     return (
@@ -104,16 +122,18 @@ def _advise_on_learning_rate(run: ReportedRun) -> str | None:
 
 
 def _advise_on_batches(run: ReportedRun) -> str | None:
-    """Advice if an evaluated dataset has several batches and no batch column was chosen or ruled out.
+    """Advice if an evaluated dataset has several batches, but the run has no batch column.
 
-    Only one objective and family were measured.
+    The rule applies only to objective `cell_decoding` with family `profile`, because nothing else
+    was measured. The rule does not apply if `batch_column: auto` found no suitable column.
     """
     objective = run.options.objective
     is_measured = objective.name == "cell_decoding" and run.options.model.family == "profile"
-    is_chosen = objective.batch_column is not None or objective.batch_reason is not None
-    if run.evaluation is None or is_chosen or not is_measured:
+    is_decided = objective.batch_column is not None or objective.batch_reason is not None
+    if run.evaluation is None or is_decided or not is_measured:
         return None
-    # only task integration has this figure, also where no label of several batches is left to score
+    # Only task integration has the figure `n_batches`. The task has the figure even if it could
+    # score nothing, because no label occurs in several batches.
     n_batches = [
         list_figures(result).get("n_batches", 0) for _, _, result in run.evaluation.results()
     ]
@@ -126,42 +146,48 @@ def _advise_on_batches(run: ReportedRun) -> str | None:
 
 
 def _describe_gain(change: str) -> str:
-    """The change of accuracy in words."""
+    """One of GAINS in words, such as "changed by +0.006, which may be chance (95 % interval …)"."""
     words = "changed by {:+.3f}, which may be chance (95 % interval {:+.3f} to {:+.3f})"
     return words.format(*GAINS[change])
 
 
 def _advise_on_steps(run: ReportedRun) -> str | None:
+    """Advice if the run is planned with fewer steps than `train.steps: auto` would give."""
     plan = run.plan or PlanSchema()
     if plan.steps is None or plan.steps_per_epoch is None:
         return None
-    enough = auto_steps(plan.steps_per_epoch)
-    if plan.steps >= enough:
+    enough_steps = auto_steps(plan.steps_per_epoch)
+    if plan.steps >= enough_steps:
         return None
     replaced = "" if run.options.train.epochs is None else " in place of train.epochs"
     return (
-        f"set train.steps: auto{replaced}, which is {enough:,} steps and not {plan.steps:,}, and train anew "
+        f"set train.steps: auto{replaced}, which is {enough_steps:,} steps and not {plan.steps:,}, and train anew "
         f"(--restart); with 32 cells a step, from 400 to 1,600 steps, accuracy {_describe_gain('steps')}"
     )
 
 
 def _advise_on_checkpoint(run: ReportedRun) -> str | None:
-    """Advice if the validation loss chose the exported checkpoint, and not another metric or a user."""
-    exported = run.evaluated_model.step
+    """Advice if the validation loss chose the exported checkpoint, and training went on after it.
+
+    The rule does not apply if another metric chose the checkpoint, or if the user did.
+    """
+    exported_step = run.evaluated_model.step
     status = run.status or StatusSchema()
-    last = status.step
+    last_step = status.step
     is_chosen_by_loss = run.options.train.best_metric in (None, "val_loss")
-    is_best = exported == status.best_step
-    if not (is_chosen_by_loss and is_best) or exported is None or last is None or exported >= last:
+    is_best = exported_step == status.best_step
+    if not (is_chosen_by_loss and is_best) or exported_step is None or last_step is None:
+        return None
+    if exported_step >= last_step:
         return None
     return (
-        f"set consolidate.checkpoint: last; the exported checkpoint is of step {exported:,} of {last:,}, and "
-        "embeddings improve for longer than the validation loss"
+        f"set consolidate.checkpoint: last; the exported checkpoint is of step {exported_step:,} of {last_step:,}, "
+        "and embeddings improve for longer than the validation loss"
     )
 
 
 def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
-    """Advice if the model is ahead in no comparison, and level or behind in some."""
+    """Advice if the model is ahead in no comparison, and level or behind in at least one."""
     n_behind = outcomes.count("behind")
     if "ahead" in outcomes or not (n_behind or "level" in outcomes):
         return None
@@ -174,7 +200,7 @@ def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
 
 
 def _advise_next_step(run: ReportedRun, outcomes: Sequence[str]) -> str:
-    """The last advice: finish the run, make it comparable, or repeat it with other seeds."""
+    """The least urgent advice, which every run has: finish the run, make it comparable, or repeat it."""
     if run.evaluation is None:
         return "run the workflow to its end: the run has no result yet"
     if not outcomes:

@@ -1,4 +1,4 @@
-"""Charts of a run's evaluated checkpoints: scores of each task over steps."""
+"""Charts of a run's evaluated checkpoints. They show the scores in each task over training steps."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,42 +10,47 @@ from cellmill.runs.results import Evaluation
 
 
 def make_checkpoint_charts(run: ReportedRun, dataset_name: str) -> Iterator[tuple[str, Chart]]:
-    """(heading, chart) of each task on a dataset that ranks its rows by a metric.
+    """Make (heading, chart) for each task on a dataset, over the evaluated steps of a run.
 
-    A chart has a curve for each row of the model, over the steps of the evaluated checkpoints and
-    of the exported model. A horizontal line is the exported model's best baseline. Tasks with fewer
-    than two evaluated steps have no chart.
+    The evaluated steps are the steps of the evaluated checkpoints and of the exported model. A
+    chart has a curve for each row of the model. A horizontal line shows the best baseline in the
+    evaluation of the exported model. A task has no chart if no metric ranks its rows, or if all its
+    curves have fewer than two points.
     """
-    exported = run.evaluation
+    exported_evaluation = run.evaluation
     exported_step = run.evaluated_model.step
-    if exported is None or exported_step is None or not run.checkpoint_evaluations:
+    if exported_evaluation is None or exported_step is None or not run.evaluation_by_step:
         return
-    by_step = {**run.checkpoint_evaluations, exported_step: exported}
-    evaluations = dict(sorted(by_step.items()))
-    for task, exported_result in exported.datasets[dataset_name].tasks.items():
+    by_step = {**run.evaluation_by_step, exported_step: exported_evaluation}
+    evaluation_by_step = dict(sorted(by_step.items()))
+    for task, exported_result in exported_evaluation.datasets[dataset_name].tasks.items():
         metric = exported_result.metric
         if metric is None:
             continue
-        curves = _list_scores_by_method(evaluations, dataset_name, task, metric)
+        curves = _list_points_by_method(evaluation_by_step, dataset_name, task, metric)
         if all(len(points) < 2 for points in curves.values()):
             continue
         baseline = exported_result.best_baseline(metric)
         if baseline is not None:
             value = exported_result.rank_value(baseline)
             name = f"{baseline.method.name} (best baseline)"
-            curves[name] = [(min(evaluations), value), (max(evaluations), value)]
+            curves[name] = [(min(evaluation_by_step), value), (max(evaluation_by_step), value)]
         metric_words = to_words(metric)
         heading = f"{to_words(task)}: {metric_words} over steps"
         title = f"{run.name}, {dataset_name}, {heading}"
         yield heading, make_curves_chart(title, curves, metric_words)
 
 
-def _list_scores_by_method(
-    evaluations: Mapping[int, Evaluation], dataset_name: str, task: str, metric: str
+def _list_points_by_method(
+    evaluation_by_step: Mapping[int, Evaluation], dataset_name: str, task: str, metric: str
 ) -> dict[str, StepValues]:
-    """Curve of each row of the model, by name of the row. `evaluations` are in order of steps."""
+    """List the points (step, score) of each row of the model, by name of the row.
+
+    `evaluation_by_step` is in ascending order of steps. Steps at which the task was not scored in
+    this metric are left out.
+    """
     curves: dict[str, StepValues] = {}
-    for step, evaluation in evaluations.items():
+    for step, evaluation in evaluation_by_step.items():
         dataset_result = evaluation.datasets.get(dataset_name)
         result = dataset_result.tasks.get(task) if dataset_result else None
         if result is None or result.metric != metric:

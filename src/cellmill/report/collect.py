@@ -1,7 +1,8 @@
 """Runs and corpora, read from their files for the page.
 
-A file that no stage has written yet is None or empty, and the page says so. A damaged file is a
-DataError that names it in one line. Lines of metrics.jsonl that are not whole are left out.
+If no stage has written a file yet, its content is None or empty here, and the page says so. A
+damaged file raises DataError, with one line that names the file. Lines of metrics.jsonl that are
+not whole are left out.
 """
 
 import sys
@@ -37,66 +38,87 @@ from cellmill.runs.collapse import COLLAPSED
 from cellmill.runs.folder import read_lines
 from cellmill.runs.results import DatasetResult, Evaluation, Row, ScoredMethod, TaskResult
 
-TRAINING_KEYS = ("fingerprint", "init_from", "model", "objective", "tokens", "seed", "ema_decay")
-"""Keys of a model's config.json that are equal at all steps of a training."""
+TRAINING_KEYS = (
+    "fingerprint",
+    "init_from",
+    "model",
+    "objective",
+    "tokens",
+    "seed",
+    "ema_decay",
+    "weighted_by",
+)
+"""Keys of a model's config.json that are equal at all steps of one training.
+
+config.json has no learning rate, batch size or schedule. Two trainings that differ only in these
+have equal values of all keys.
+"""
 
 
 class UmapCells(NamedTuple):
-    """Cells of one dataset in umap.tsv. Each column has a value for each cell.
+    """Cells of one dataset in umap.tsv, stored by column. Each column has one value per cell.
 
-    Rows would take ten times the memory.
+    An object per cell would take ten times the memory.
     """
 
-    x: "array[float]"  # coordinates, float64
-    y: "array[float]"
-    is_held_out: bytes  # 1 for a held-out cell, otherwise 0
-    texts: Mapping[str, Sequence[str]]  # columns `label` and `batch`; empty texts if unknown
+    x: "array[float]"  # (cells,) float64, first coordinate
+    y: "array[float]"  # (cells,) float64, second coordinate
+    is_held_out: bytes  # (cells,), 1 for a held-out cell, otherwise 0
+    # labels and batches of the cells, by column (`label` or `batch`). A text is empty if the cell's
+    # label or batch is unknown.
+    texts: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """Contents of a run's files; None for an absent file."""
+    """Contents of a run's files. A field is None or empty if its file is absent."""
 
     name: str
     plan: PlanSchema | None  # plan.json
-    status: StatusSchema | None  # train/status.json, or train/state.json while it trains
+    # train/status.json; train/state.json if that is absent, as it is during training
+    status: StatusSchema | None
     run_record: RunRecordSchema | None  # train/run.json
     exported_model: ModelSchema | None  # model/config.json
     evaluation: Evaluation | None  # evaluate/metrics.json
     cost: CostSchema | None = None  # train/cost.json
-    # whole lines of metrics.jsonl: JSON objects with a step
-    logged: list[LoggedLineSchema] = field(default_factory=list)
-    umap: dict[str, UmapCells] = field(default_factory=dict)  # evaluate/umap.tsv, by dataset
-    # metrics.json of kept checkpoints, by step in ascending order
-    checkpoint_evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    # tables of other packages, by dataset, then by package and version
-    bridges: dict[str, dict[str, TaskResult]] = field(default_factory=dict)
-    remake_commands: dict[str, str] = field(default_factory=dict)  # by file
+    # whole lines of train/metrics.jsonl; each is a JSON object with a step
+    logged_lines: list[LoggedLineSchema] = field(default_factory=list)
+    # cells in evaluate/umap.tsv, by dataset
+    umap_by_dataset: dict[str, UmapCells] = field(default_factory=dict)
+    # metrics.json of each evaluated checkpoint, by step in ascending order
+    evaluation_by_step: dict[int, Evaluation] = field(default_factory=dict)
+    # tables of other packages (bridges/*.json), by dataset, then by package and version
+    bridges_by_dataset: dict[str, dict[str, TaskResult]] = field(default_factory=dict)
+    # Snakemake command that makes a file of the run again, by file
+    remake_command_by_file: dict[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> OptionsSchema:
-        """Resolved options; without values if train/run.json is absent."""
+        """Resolved options of the run. They have no values if train/run.json is absent."""
         return OptionsSchema() if self.run_record is None else self.run_record.options
 
     @property
     def totals(self) -> dict[str, float | None]:
-        """Totals of the cost; empty if it is unknown."""
+        """Totals of the cost, by quantity. Empty if train/cost.json is absent."""
         return {} if self.cost is None else self.cost.totals
 
     @property
     def lowest_val_loss(self) -> float | None:
-        """The lowest validation loss in metrics.jsonl, whichever checkpoint is the best."""
-        losses = [line.val_loss for line in self.logged if line.val_loss is not None]
+        """The lowest finite validation loss in metrics.jsonl; None if there is none.
+
+        Another metric may have chosen another checkpoint as the best.
+        """
+        losses = [line.val_loss for line in self.logged_lines if line.val_loss is not None]
         return min(filter(isfinite, losses), default=None)
 
     @property
     def evaluated_model(self) -> ModelSchema:
-        """The model that was evaluated; without values before an evaluation."""
+        """Description of the model that was evaluated. It has no values before an evaluation."""
         return _get_model(self.evaluation)
 
     @property
     def supervised_by(self) -> list[str]:
-        """obs columns whose labels the run was trained with."""
+        """obs columns of the labels that the run was trained with. Empty if it used no labels."""
         for source in (self.evaluated_model, self.exported_model, self.run_record):
             if source is not None and source.supervised_by is not None:
                 return source.supervised_by
@@ -104,35 +126,38 @@ class ReportedRun:
 
     @property
     def has_collapsed(self) -> bool:
-        """True if the embedding of a run without labels varies in one direction only.
+        """True if the embedding of a run without labels varies almost only in one direction.
 
-        A model of two labels may need only one direction, so this is False for every model that was
-        trained with labels. Validations after the step of the evaluated model do not count.
+        The last validation up to the step of the evaluated model decides. The property is False for
+        every run that was trained with labels, because two labels may need only one direction.
         """
-        last = self.evaluated_model.step
+        if self.supervised_by:
+            return False
+        last_step = self.evaluated_model.step
         effective_ranks = [
             line.effective_rank
-            for line in self.logged
-            if line.effective_rank is not None and (last is None or line.step <= last)
+            for line in self.logged_lines
+            if line.effective_rank is not None and (last_step is None or line.step <= last_step)
         ]
-        return not self.supervised_by and bool(effective_ranks) and effective_ranks[-1] < COLLAPSED
+        return bool(effective_ranks) and effective_ranks[-1] < COLLAPSED
 
 
 @dataclass(frozen=True)
 class ReportedCorpus:
-    """Contents of a corpus's files; None for an absent file."""
+    """Contents of a corpus's files. A field is None or empty if its file is absent."""
 
     name: str
-    qc_reports: list[QcSchema]  # of its datasets, sorted by file name
+    qc_reports: list[QcSchema]  # cells/*.json, one report per dataset, sorted by file name
     manifest: ManifestSchema | None  # shards/manifest.json
-    n_genes: int | None  # genes of the vocabulary
-    # the cells from which the vocabulary's genes and medians were computed, in words
+    n_genes: int | None  # number of genes in the vocabulary
+    # words for the cells from which the vocabulary's genes and medians were computed
     vocabulary_cells: str | None = None
-    remake_commands: dict[str, str] = field(default_factory=dict)  # by file
+    # Snakemake command that makes a file of the corpus again, by file
+    remake_command_by_file: dict[str, str] = field(default_factory=dict)
 
 
 def list_results(runs: Iterable[ReportedRun]) -> list[tuple[ReportedRun, str, DatasetResult]]:
-    """(run, name of the dataset, results) for each dataset of each evaluated run, run by run."""
+    """List (run, name of the dataset, results on it) for each dataset of each evaluated run."""
     run_results = []
     for run in runs:
         datasets = run.evaluation.datasets if run.evaluation else {}
@@ -146,10 +171,10 @@ def read_run(folder: Path) -> ReportedRun:
     _check_exists(folder, "run")
     train = folder / "train"
     log = train / "metrics.jsonl"
-    logged = []
+    logged_lines = []
     for line in read_lines(log):
         remedy = f"delete the line of step {line['step']}"
-        logged.append(LoggedLineSchema.parse(log, line, remedy))
+        logged_lines.append(LoggedLineSchema.parse(log, line, remedy))
     metrics = folder / "evaluate" / "metrics.json"
     exported_model = ModelSchema.read_if_present(folder / "model" / "config.json")
     evaluation = _read_evaluation(metrics) if metrics.exists() else None
@@ -162,34 +187,34 @@ def read_run(folder: Path) -> ReportedRun:
         exported_model=exported_model,
         evaluation=evaluation,
         cost=CostSchema.read_if_present(train / "cost.json"),
-        logged=logged,
-        umap=_read_umap_cells(folder / "evaluate" / "umap.tsv"),
-        checkpoint_evaluations=_read_checkpoint_evaluations(folder, exported_model),
-        bridges=_read_bridges(folder, evaluation),
-        remake_commands=list_remake_commands("runs", folder),
+        logged_lines=logged_lines,
+        umap_by_dataset=_read_umap_cells(folder / "evaluate" / "umap.tsv"),
+        evaluation_by_step=_read_checkpoint_evaluations(folder, exported_model),
+        bridges_by_dataset=_read_bridges(folder, evaluation),
+        remake_command_by_file=list_remake_commands("runs", folder),
     )
 
 
 def _read_umap_cells(path: Path) -> dict[str, UmapCells]:
-    """Cells of umap.tsv, by dataset."""
+    """Read the cells of umap.tsv, by dataset. Empty if the file is absent."""
     columns = read_umap(path)
-    cells = {}
+    cells_by_dataset = {}
     for dataset_name in dict.fromkeys(columns.dataset):
         is_in_dataset = [name == dataset_name for name in columns.dataset]
         labels = compress(columns.label, is_in_dataset)
         batches = compress(columns.batch, is_in_dataset)
-        cells[dataset_name] = UmapCells(
+        cells_by_dataset[dataset_name] = UmapCells(
             x=array("d", compress(columns.x, is_in_dataset)),
             y=array("d", compress(columns.y, is_in_dataset)),
             is_held_out=bytes(text == "1" for text in compress(columns.heldout, is_in_dataset)),
-            # intern texts: equal ones share their memory
+            # interned texts that are equal share their memory
             texts={"label": [*map(sys.intern, labels)], "batch": [*map(sys.intern, batches)]},
         )
-    return cells
+    return cells_by_dataset
 
 
 def _read_evaluation(path: Path) -> Evaluation:
-    """Read metrics.json and check the parts that `results` leaves untyped."""
+    """Read metrics.json. Also check the model and the genes, which `results.read` does not check."""
     evaluation = results.read(path)
     ModelSchema.parse(path, evaluation.model)
     for dataset_result in evaluation.datasets.values():
@@ -201,36 +226,37 @@ def _read_evaluation(path: Path) -> Evaluation:
 def _read_checkpoint_evaluations(
     folder: Path, exported_model: ModelSchema | None
 ) -> dict[int, Evaluation]:
-    """metrics.json of kept checkpoints, by step in ascending order.
+    """Read metrics.json of each evaluated checkpoint, by step in ascending order.
 
-    Checkpoints that were trained otherwise than the exported model are left out (TRAINING_KEYS).
+    A checkpoint is left out if it has another value of one of TRAINING_KEYS than the exported model.
+    It is then left from an earlier training.
     """
-    exported_model = exported_model or ModelSchema()
-    by_step: dict[int, Evaluation] = {}
+    training_values = _list_training_values(exported_model or ModelSchema())
+    evaluation_by_step: dict[int, Evaluation] = {}
     for path in folder.glob("steps/[1-9]*/evaluate/metrics.json"):
         config = path.parents[1] / "model" / "config.json"
         checkpoint = ModelSchema.read_if_present(config) or ModelSchema()
         evaluation = _read_evaluation(path)
         step = _get_model(evaluation).step
-        is_of_training = _list_training(checkpoint) == _list_training(exported_model)
-        if step is not None and is_of_training:
-            by_step[step] = evaluation
-    return dict(sorted(by_step.items()))
+        if step is not None and _list_training_values(checkpoint) == training_values:
+            evaluation_by_step[step] = evaluation
+    return dict(sorted(evaluation_by_step.items()))
 
 
-def _list_training(model: ModelSchema) -> list[Any]:
+def _list_training_values(model: ModelSchema) -> list[Any]:
+    """Values of TRAINING_KEYS in a model's config.json, in the order of the keys; None if absent."""
     return [model.content.get(key) for key in TRAINING_KEYS]
 
 
 def _get_model(evaluation: Evaluation | None) -> ModelSchema:
-    """The model that was evaluated; without values if `evaluation` is None."""
+    """Description of the model that was evaluated. It has no values if `evaluation` is None."""
     return ModelSchema() if evaluation is None else ModelSchema(**evaluation.model)
 
 
 def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict[str, TaskResult]]:
-    """Tables of other packages, by dataset, then by package and version.
+    """Read the tables of other packages, by dataset, then by package and version.
 
-    A table about another model than the evaluated one becomes a skipped result.
+    A table of a model that is not the evaluated model is not shown. Its place has a skipped result.
     """
     evaluated_digest = _get_model(evaluation).digest
     tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
@@ -246,7 +272,7 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
 
 
 def _make_table(entries: Sequence[BridgeValueSchema]) -> TaskResult:
-    """Table with a row for each method and a column for each metric, from one entry per value."""
+    """Make a table with a row per method and a column per metric. Each entry is one of the values."""
     rows: dict[str, Row] = {}
     for entry in entries:
         row = rows.setdefault(entry.name, Row(ScoredMethod(entry.name, kind=entry.kind)))
@@ -266,10 +292,11 @@ def read_corpus(folder: Path) -> ReportedCorpus:
         manifest=ManifestSchema.read_if_present(folder / "shards" / "manifest.json"),
         n_genes=None if vocabulary is None else vocabulary.n_genes,
         vocabulary_cells=None if vocabulary is None else str(vocabulary.training or "all cells"),
-        remake_commands=list_remake_commands("corpora", folder),
+        remake_command_by_file=list_remake_commands("corpora", folder),
     )
 
 
 def _check_exists(folder: Path, kind: str) -> None:
+    """Raise DataError if `folder` is absent. `kind` is run or corpus."""
     if not folder.is_dir():
         raise DataError(f"{folder}: expected the folder of a {kind}, found none")

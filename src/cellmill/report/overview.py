@@ -1,7 +1,7 @@
 """Sentences of the overview, the first section of the page.
 
-They name the runs without a result, the run that leads on each dataset, its comparison with the
-baselines, where runs are behind, and what to change next.
+The sentences say which runs have no result and which run leads on each dataset. They say how the
+leading run compares with the baselines, where runs are behind, and what to change next.
 """
 
 from collections.abc import Sequence
@@ -22,43 +22,48 @@ RELATIONS: dict[Outcome, str] = {
     "behind": "behind",
     "undecided": "undecided against",
 }
-"""Words between a run and a baseline, by outcome, in the order of sentences and of the table of standings."""
+"""Words between the names of a run and a baseline, by outcome.
+
+The outcomes are in the order in which sentences, and the table of standings, list them.
+"""
+# ends of sentences on runs that are better than the leader in single tasks
 WITH_INTERVAL = "with a 95 % interval above 0"
 WITHOUT_INTERVAL = (
-    "without an interval, because repetitions cannot be paired, are fewer than two or do not vary, or the error over "
-    "units is unknown"
+    "without an interval, because there are fewer than two paired repetitions, the error over units is unknown, or "
+    "nothing varies"
 )
 
 
 @dataclass(frozen=True)
 class DatasetHeadline:
-    """Text on the leading run of a dataset; of tied runs, the one with the highest mean.
+    """Sentences about the leader of a dataset. It is the run with the highest mean score.
 
-    `names`, `claim` and `verdict` are one sentence: "A", "is best on D over the task that all have
-    (probe):", "ahead of the best baseline, PCA50 + kNN: 0.912 against 0.874 (probe accuracy)."
+    `names`, `claim` and `verdict` are the parts of one sentence, such as "A", "is best on D over the
+    task that all have (probe):" and "ahead of the best baseline, PCA50 + kNN: 0.912 against 0.874
+    (probe accuracy)."
     """
 
-    standing: Standing  # of the leader
-    names: str  # the leader, or all tied runs, joined by "and"
+    standing: Standing  # standing of the leader
+    names: str  # the leader, or the leader and all runs tied with it, joined by "and"
     claim: str
     verdict: str
     outcomes_sentence: str
-    better_runs_sentence: str  # empty if no run is better in a task
+    better_runs_sentence: str  # empty if no run is better than the leader in a task
     numbers_sentence: str
-    gap: Gap | None  # between a trivial method and a ceiling in the metric
+    gap: Gap | None  # gap from a trivial method to a ceiling in the metric; None if there is none
 
 
 def list_headlines(standings: Sequence[Standing]) -> list[DatasetHeadline]:
-    """The headline of each dataset that has a leader."""
-    by_dataset: dict[str, list[Standing]] = {}
+    """Make the headline of each dataset that has a leader."""
+    tied_by_dataset: dict[str, list[Standing]] = {}
     for standing in standings:
         if standing.is_leader_or_tied:
-            by_dataset.setdefault(standing.dataset_name, []).append(standing)
-    return [_make_headline(tied) for tied in by_dataset.values()]
+            tied_by_dataset.setdefault(standing.dataset_name, []).append(standing)
+    return [_make_headline(tied) for tied in tied_by_dataset.values()]
 
 
 def _make_headline(tied: Sequence[Standing]) -> DatasetHeadline:
-    """The headline on the run with the highest mean among `tied`, the leaders of a dataset."""
+    """Make the headline of a dataset. `tied` are its leader and all runs tied with the leader."""
     standing = next(entry for entry in tied if entry.run.name == entry.ranking.leader)
     return DatasetHeadline(
         standing=standing,
@@ -73,7 +78,10 @@ def _make_headline(tied: Sequence[Standing]) -> DatasetHeadline:
 
 
 def _describe_claim(standing: Standing, is_tied: bool) -> str:
-    """The words after the names: the dataset, the shared tasks, and how certain the lead is."""
+    """Describe the lead of a run: the dataset, the shared tasks, and how certain the lead is.
+
+    The words follow the names of the leader and of the runs tied with it.
+    """
     if standing.ranking.n_runs == 1:
         return f"on {standing.dataset_name}"
     tasks = standing.ranking.shared_tasks
@@ -87,7 +95,7 @@ def _describe_claim(standing: Standing, is_tied: bool) -> str:
         caveat = "but the runs were not scored on the same cells and labels, with the same options"
     elif not standing.ranking.is_clear:
         caveat = "not shown to be beyond chance"
-    elif None in standing.distinct_steps:
+    elif None in standing.step_counts:
         caveat = "but not all numbers of training steps are known"
     else:
         caveat = "but the runs were trained for different numbers of steps"
@@ -100,46 +108,52 @@ def _name_task_and_metric(standing: Standing) -> str:
 
 
 def _format_score(standing: Standing, row: Row) -> str:
-    """Value of a row in the metric that ranks rows, with three decimals."""
+    """Value of a row in the metric that ranks the rows, with three decimals."""
     return f"{standing.result.rank_value(row):.3f}"
 
 
 def _describe_verdict(standing: Standing) -> str:
-    """The outcome of a run against the best baseline, and both scores."""
+    """Describe how a run compares with the best baseline, with the scores of both."""
     metric = _name_task_and_metric(standing)
     score = _format_score(standing, standing.best_row)
     baseline = standing.baseline
     if baseline is None:
         return f"{metric} {score}, without a baseline"
     name = baseline.method.name
-    reference = _format_score(standing, baseline)
+    baseline_score = _format_score(standing, baseline)
     if standing.verdict is None:
-        return f"{metric} {score}; the best baseline, {name}, has {reference}"
+        return f"{metric} {score}; the best baseline, {name}, has {baseline_score}"
     relation = RELATIONS[standing.verdict.outcome]
-    return f"{relation} the best baseline, {name}: {score} against {reference} ({metric})"
+    return f"{relation} the best baseline, {name}: {score} against {baseline_score} ({metric})"
 
 
 def _describe_outcomes(standing: Standing) -> str:
-    """The numbers of comparisons in which a run is ahead, level, behind and undecided."""
-    n = len(standing.verdicts)
-    if n == 0:
+    """Say in how many comparisons a run is ahead, level, behind and undecided.
+
+    Outcomes ahead and behind are named with their tasks, and also if no comparison has them.
+    """
+    n_comparisons = len(standing.verdicts)
+    if n_comparisons == 0:
         return "No task compares it with a baseline."
     parts = []
     for outcome in RELATIONS:
         n_verdicts = standing.count_verdicts(outcome)
-        is_always_counted = outcome in ("ahead", "behind")
+        is_decided = outcome in ("ahead", "behind")
+        if not (n_verdicts or is_decided):
+            continue
         text = f"{outcome} in {n_verdicts or 'none'}"
-        if n_verdicts and is_always_counted:
+        if n_verdicts and is_decided:
             text += f" ({_describe_tasks(standing.verdicts, outcome)})"
-        if n_verdicts or is_always_counted:
-            parts.append(text)
-    return (
-        f"Of {with_noun(n, 'comparison')} with the best baseline of a metric: {', '.join(parts)}."
-    )
+        parts.append(text)
+    comparisons = with_noun(n_comparisons, "comparison")
+    return f"Of {comparisons} with the best baseline of a metric: {', '.join(parts)}."
 
 
 def _describe_numbers(standing: Standing) -> str:
-    """The score, its difference from the best baseline, and the share of the gap it closes."""
+    """Give the numbers of a run: its score, the difference from the best baseline, and the gap.
+
+    The gap is left out if the task has none.
+    """
     score = _format_score(standing, standing.best_row)
     sd = standing.best_row.sd(standing.metric)
     if sd is not None:
@@ -158,29 +172,32 @@ def _describe_numbers(standing: Standing) -> str:
 
 
 def _describe_better_runs(ranking: Ranking) -> str:
-    """Sentences on runs that are better than the leader in single tasks; empty without such runs.
+    """Name the runs that are better than the leader in single tasks. Empty if there are none.
 
-    Differences with an interval come first, then differences without one.
+    The first sentence has the differences with an interval, the second the differences without an
+    interval.
     """
-    wins: dict[str, list[str]] = {WITH_INTERVAL: [], WITHOUT_INTERVAL: []}
+    # wins in words, by the phrase that their sentence has on intervals
+    wins_by_phrase: dict[str, list[str]] = {WITH_INTERVAL: [], WITHOUT_INTERVAL: []}
     for win in ranking.wins_over_leader:
-        certainty = WITH_INTERVAL if win.difference.has_interval else WITHOUT_INTERVAL
-        wins[certainty].append(f"{win.run} in {to_words(win.task)} (+{win.difference.value:.3f})")
+        phrase = WITH_INTERVAL if win.difference.has_interval else WITHOUT_INTERVAL
+        words = f"{win.run} in {to_words(win.task)} (+{win.difference.value:.3f})"
+        wins_by_phrase[phrase].append(words)
     return " ".join(
-        f"Better than {ranking.leader} in single tasks, {certainty}: {', '.join(texts)}."
-        for certainty, texts in wins.items()
-        if texts
+        f"Better than {ranking.leader} in single tasks, {phrase}: {', '.join(wins)}."
+        for phrase, wins in wins_by_phrase.items()
+        if wins
     )
 
 
 def _describe_tasks(task_verdicts: Sequence[TaskVerdict], outcome: Outcome) -> str:
-    """Tasks with verdicts of this outcome, in words, each with its largest difference."""
-    by_task: dict[str, list[Verdict]] = {}
+    """Name the tasks with a verdict of this outcome, each with its largest difference."""
+    verdicts_by_task: dict[str, list[Verdict]] = {}
     for task, verdict in task_verdicts:
         if verdict.outcome == outcome:
-            by_task.setdefault(task, []).append(verdict)
+            verdicts_by_task.setdefault(task, []).append(verdict)
     parts = []
-    for task, verdicts in by_task.items():
+    for task, verdicts in verdicts_by_task.items():
         largest = max(verdicts, key=lambda verdict: abs(verdict.difference))
         more = f" and {len(verdicts) - 1} more" if len(verdicts) > 1 else ""
         parts.append(f"{to_words(task)}: {largest.metric} {largest.difference:+.3f}{more}")
@@ -188,7 +205,7 @@ def _describe_tasks(task_verdicts: Sequence[TaskVerdict], outcome: Outcome) -> s
 
 
 def describe_missing(runs: Sequence[ReportedRun]) -> str:
-    """A sentence that names the runs without an evaluation; empty if there are none."""
+    """Name the runs without an evaluation in a sentence. Empty if there are no such runs."""
     missing = [run.name for run in runs if run.evaluation is None]
     if not missing:
         return ""
@@ -199,20 +216,24 @@ def describe_missing(runs: Sequence[ReportedRun]) -> str:
 
 
 def describe_unscored(runs: Sequence[ReportedRun]) -> list[str]:
-    """A sentence for each run and dataset on which every task was skipped."""
+    """Make a sentence for each run and dataset on which nothing was scored."""
     sentences = []
     for run, dataset_name, dataset_result in list_results(runs):
-        reasons = {to_words(task): result.skipped for task, result in dataset_result.tasks.items()}
-        if None in reasons.values():
+        results = dataset_result.tasks
+        if any(result.skipped is None for result in results.values()):
             continue
-        skipped = "; ".join(f"{task}: {reason}" for task, reason in reasons.items())
+        reasons = [f"{to_words(task)}: {result.skipped}" for task, result in results.items()]
+        skipped = "; ".join(reasons)
         cause = f"every task was skipped ({skipped})" if reasons else "no task is configured"
         sentences.append(f"{run.name} on {dataset_name}: nothing was scored, because {cause}.")
     return sentences
 
 
 def group_by_advice(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
-    """Names of runs by the most urgent advice for them. Collapsed runs come first."""
+    """Group the names of runs by the most urgent advice for each run.
+
+    Advice for runs with a collapsed embedding comes first.
+    """
     names_by_advice: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda run: not run.has_collapsed):
         outcomes: list[str] = []
@@ -225,22 +246,26 @@ def group_by_advice(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
 def list_verdict_sentences(
     runs: Sequence[ReportedRun], *outcomes: Outcome
 ) -> list[tuple[str, str]]:
-    """(run, sentence) of each verdict with one of `outcomes`. A sentence begins with the dataset."""
+    """List (name of the run, sentence) for each verdict with one of `outcomes`.
+
+    A sentence begins with the dataset.
+    """
     sentences = []
     for run, dataset_name, dataset_result in list_results(runs):
         for result in dataset_result.tasks.values():
             for verdict in result.verdicts:
                 if verdict.outcome in outcomes:
                     sentences.append((run.name, f"{dataset_name}: {verdict.sentence}"))
-    # tasks that see the same cells may share a sentence
+    # two tasks on the same cells may have the same sentence, which is listed only once
     return list(dict.fromkeys(sentences))
 
 
 def summarise_behind(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
-    """(run, sentence) on where runs are behind.
+    """List (name of the run, sentence) that say where runs are behind.
 
     First comes a sentence for each run and dataset on which the run is behind a best baseline. Then
-    come the verdicts "behind" of tasks that have no verdict against a best baseline.
+    come tasks that have no verdict against a best baseline. Of these tasks, each verdict "behind"
+    against another method is a sentence.
     """
     summaries = []
     further_sentences = []

@@ -1,4 +1,7 @@
-"""The HTML page of runs, corpora and sweeps. It contains its scripts and data, and needs no network."""
+"""The HTML page of runs, corpora and sweeps.
+
+The page contains all its scripts and data, so it needs no network.
+"""
 
 import base64
 import hashlib
@@ -19,7 +22,7 @@ from cellmill.files import user_cache, write_text
 from cellmill.report.checkpoints import make_checkpoint_charts
 from cellmill.report.collect import ReportedCorpus, ReportedRun
 from cellmill.report.drawing.cell_counts import make_confusion_chart, make_histogram_chart
-from cellmill.report.drawing.chart import colour
+from cellmill.report.drawing.chart import choose_colour
 from cellmill.report.drawing.curves import make_scaling_chart
 from cellmill.report.drawing.page_charts import PageCharts
 from cellmill.report.drawing.umap import find_max_cells, list_categories, make_umap_chart
@@ -67,7 +70,7 @@ HISTOGRAMS = {
     "mito_frac": "mitochondrial fraction",
     "n_residues": "residues per sequence",
 }
-"""Titles of the histograms of a QC report, in the order of the page."""
+"""Titles of the histograms in a report of quality control (QC), by quantity, in the order of the page."""
 FILTERS: tuple[Callable[..., Any], ...] = (
     # values
     to_text,
@@ -90,18 +93,19 @@ FILTERS: tuple[Callable[..., Any], ...] = (
     find_best_row,
     find_largest_difference,
 )
-"""Functions that the templates use as filters, by name: texts of values, and contents of a run or of
-a task's result.
+"""Functions that the templates use as filters. A filter has the name of its function.
+
+The filters return texts of values, or contents of a run or of a task's result.
 """
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    colour,
+    choose_colour,
     make_confusion_chart,
     make_histogram_chart,
     make_scaling_chart,
     make_umap_chart,
     list_categories,
 )
-"""Functions that the templates call, by name: single charts, and their colours and categories."""
+"""Functions that the templates call by their names. They make single charts, colours and categories."""
 
 
 class Scripts(NamedTuple):
@@ -118,7 +122,7 @@ def render(
     sweeps: Sequence[SweepCurves] = (),
     page_charts: PageCharts | None = None,
 ) -> str:
-    """The page as HTML. Its charts are added to `page_charts`.
+    """Render the page as HTML. Add its charts to `page_charts`, which the caller may then save.
 
     Raise DataError if two runs or two corpora have the same name.
     """
@@ -150,7 +154,7 @@ def render(
             loss_charts=[*make_loss_charts(runs)],
             logged_charts=[*make_log_charts(runs)],
             histogram_names=HISTOGRAMS,
-            max_umap_cells=find_max_cells(sum(len(run.umap) for run in runs)),
+            max_umap_cells=find_max_cells(sum(len(run.umap_by_dataset) for run in runs)),
             page_charts=page_charts or PageCharts(len(runs)),
             # style and scripts
             style=Markup(_read_asset("page.css")),
@@ -161,6 +165,7 @@ def render(
 
 
 def _check_unique(kind: str, names: list[str]) -> None:
+    """Raise DataError if a name occurs twice. `kind` is runs or corpora."""
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise DataError(f"two {kind} are called {repeated[0]!r}; rename one of their folders")
@@ -168,7 +173,7 @@ def _check_unique(kind: str, names: list[str]) -> None:
 
 @cache
 def _make_environment() -> Environment:
-    """Jinja environment for the templates, in which an undefined variable is an error."""
+    """Make the Jinja environment of the templates. An undefined variable is an error there."""
     environment = Environment(
         loader=PackageLoader("cellmill", "report"),
         autoescape=True,
@@ -182,23 +187,24 @@ def _make_environment() -> Environment:
 
 
 def _read_asset(name: str) -> str:
-    """Text of a file next to this module."""
+    """Read the text of a file next to this module."""
     return files("cellmill.report").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def load_scripts() -> Scripts:
-    """The scripts of the page.
+    """Load the scripts of the page.
 
-    Bundling Vega takes two seconds, so the bundle is cached. Each user has a cache of their own:
-    with a shared one, a user could put scripts into the pages of others.
+    Bundling Vega takes two seconds, so the bundle is kept in a cache. Each user has their own cache.
+    In a shared cache, a user could put scripts into the pages of other users.
     """
     name = f"vega-{version('vl-convert-python')}.js"
     try:
         bundle = (user_cache() / name).read_text(encoding="utf-8")
     except (OSError, DataError, UnicodeDecodeError):
-        # the argument is optional, but not in the package's stub
+        # The argument of javascript_bundle is optional, but the package's stub requires it.
         bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]
+        # a bundle that cannot be kept is made again for the next page
         with suppress(OSError, DataError):
             cached = user_cache() / name
             cached.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +214,10 @@ def load_scripts() -> Scripts:
 
 @cache
 def make_script_sources() -> str:
-    """Sources for `script-src` of the page's content security policy: only the page's scripts."""
+    """Make the value of `script-src` in the page's content security policy.
+
+    The value has the digest of each script of the page, so browsers run no other script.
+    """
     sources = []
     for script in load_scripts():
         digest = hashlib.sha256(script.encode()).digest()

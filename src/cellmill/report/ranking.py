@@ -1,22 +1,24 @@
 """Ranking of the runs of a dataset, over the tasks that all of them have.
 
 A run's score in a task is the value of its best row. The run with the highest mean score leads.
-A difference between two runs in a task is notable if its 95 % interval excludes 0 and it is at
-least TOLERANCE. Without an interval, TOLERANCE alone decides. A run that differs notably from the
-leader in no task is tied with it.
+A difference between two runs in a task is notable if the difference is at least TOLERANCE and its
+95 % interval excludes 0. Without an interval, TOLERANCE alone decides. A run is tied with the
+leader if it differs notably from the leader in no task.
 
-The interval covers repetitions and units, which are mostly cells:
+The interval covers two sources of chance, repetitions and units. Units are mostly cells.
 
-- Repetitions of two runs are paired if both were scored on the same cells with the same labels,
-  seed, folds and options of the task. If all results are of earlier versions, equally many cells
-  count as the same. Other pairs of runs have no interval.
-- No file has the paired difference of two runs per unit. Each run has a standard error over units,
-  of its difference from its best baseline. The larger known one of the two runs is an
-  approximation. If both are unknown, the runs have no interval.
-- Where this standard error is over cells although units are fewer (`Difference.cells_se`), the
-  interval is too wide, not too narrow.
+- Repetitions. The repetitions of two runs are paired if both runs were scored on the same cells,
+  with the same labels, seed, folds and options of the task. Results of earlier versions do not say
+  which cells were scored. Between such results, equal numbers of cells count as the same cells. If
+  repetitions are not paired, the runs have no interval.
+- Units. No file has the differences of two runs by unit. But the file of each run has the standard
+  error over units of the difference between the run and its best baseline. The larger one of the
+  two standard errors approximates the standard error of the difference between the runs. If only
+  one of them is known, this one is taken. If neither is known, the runs have no interval.
+  In some tasks, this standard error is over cells although the units are batches or donors
+  (`Difference.cells_se`). The interval is then too wide, not too narrow.
 
-The interval does not cover training seeds; a sweep over `train.seed` shows how much these matter.
+The interval does not cover training seeds. A sweep over `train.seed` shows how much these matter.
 """
 
 import math
@@ -28,23 +30,26 @@ from typing import Any, NamedTuple
 
 from cellmill.runs.results import TOLERANCE, DatasetResult, Difference, TaskResult
 
-CONFIDENCE = 0.95  # level of the intervals
+CONFIDENCE = 0.95  # confidence level of the intervals
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A run's best row of one task."""
+    """Score of a run's best row in one task."""
 
-    value: float
-    # empty if the file has none; None where a repetition tested no unit
+    value: float  # value of the metric
+    # value in each repetition; None for a repetition that tested no unit. Empty if the file has no
+    # repetitions.
     repetitions: Sequence[float | None]
-    # standard error over units of its difference from the best baseline; None if unknown
+    # standard error over units of the difference from the best baseline; None if unknown
     units_se: float | None
-    n_units: int | None = None  # None if the file does not count them
-    pairing: str = ""  # equal for runs whose repetitions are paired
+    n_units: int | None = None  # number of units; None if the file does not count them
+    # describes cells, seed and options; two runs with equal texts have paired repetitions
+    pairing: str = ""
 
 
 TaskAndMetric = tuple[str, str]
+"""Key of a task, and the metric that ranks the rows of the task."""
 Scores = dict[TaskAndMetric, TaskScore]
 """Scores of a run by task and metric."""
 
@@ -52,8 +57,8 @@ Scores = dict[TaskAndMetric, TaskScore]
 class NotableDifference(NamedTuple):
     """A notable difference between two runs in a task."""
 
-    value: float  # in the task's metric
-    has_interval: bool  # False if the files do not have enough to estimate one
+    value: float  # first run minus second run, in the metric of the task
+    has_interval: bool  # False if the files do not suffice to estimate an interval
 
 
 class TaskWin(NamedTuple):
@@ -61,29 +66,34 @@ class TaskWin(NamedTuple):
 
     run: str
     task: str
-    difference: NotableDifference
+    difference: NotableDifference  # `run` minus the leader
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranking of the runs of one dataset. Runs are given by name. Empty if they share no task."""
+    """Ranking of the runs of one dataset. Runs are given by name.
+
+    If the runs share no task, all fields have their defaults.
+    """
 
     n_runs: int = 0
-    # True if the repetitions of all are paired, in each shared task
+    # True if the repetitions of all runs are paired in each shared task
     has_paired_runs: bool = False
-    # tasks that all runs have with the same metric
+    # tasks in which all runs have a score in the same metric
     shared_tasks: list[str] = field(default_factory=list)
-    leader: str | None = None  # the run with the highest mean
-    tied: list[str] = field(default_factory=list)  # runs tied with the leader
+    leader: str | None = None  # the run with the highest mean score
+    tied: list[str] = field(default_factory=list)  # runs tied with the leader, without the leader
     wins_over_leader: list[TaskWin] = field(default_factory=list)
-    # True if every other run is worse than the leader in some task, beyond an interval
+    # True if every other run is notably worse than the leader in some task, by a difference with an
+    # interval
     is_clear: bool = False
 
 
 def score_tasks(dataset_result: DatasetResult, options: Mapping[str, Any]) -> Scores:
-    """Scores of one run on one dataset, of all tasks that rank its rows by a metric.
+    """Find the scores of one run on one dataset.
 
-    `options` is section `evaluate` of the run.
+    A task has no score if no metric ranks its rows, or if it has no row of the model. `options` is
+    section `evaluate` of the run.
     """
     scores: Scores = {}
     for task, result in dataset_result.tasks.items():
@@ -98,7 +108,7 @@ def score_tasks(dataset_result: DatasetResult, options: Mapping[str, Any]) -> Sc
         scores[task, result.metric] = TaskScore(
             result.rank_value(row),
             repetitions,
-            # the file's key is cells_se; its units are mostly cells
+            # the key is called cells_se because units are mostly cells
             units_se=None if difference is None else difference.cells_se,
             n_units=None if difference is None else difference.n,
             pairing=str([cells, options.get("seed"), options.get("folds"), task_options]),
@@ -107,9 +117,10 @@ def score_tasks(dataset_result: DatasetResult, options: Mapping[str, Any]) -> Sc
 
 
 def _find_difference(result: TaskResult, metric: str, method: str) -> Difference | None:
-    """A method's difference from the best baseline in `metric`; None if the file has none.
+    """Find the difference between a method and the best baseline in `metric`.
 
-    Without a baseline, it is the method's difference with the largest standard error over units.
+    If the task has no baseline, find the method's difference with the largest standard error over
+    units. Return None if the file has no such difference.
     """
     baseline = result.best_baseline(metric)
     differences = []
@@ -121,19 +132,23 @@ def _find_difference(result: TaskResult, metric: str, method: str) -> Difference
 
 
 def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
-    """Rank the runs of one dataset over the tasks that all have with the same metric.
+    """Rank the runs of one dataset over the tasks in which all have a score in the same metric.
 
     Runs are given by name. Tasks are in the order of the first run.
     """
-    first, *others = scores_by_run.values()
-    shared_keys = [key for key in first if all(key in scores for scores in others)]
+    first_scores, *other_scores = scores_by_run.values()
+    shared_keys = [key for key in first_scores if all(key in scores for scores in other_scores)]
     if not shared_keys:
         return Ranking()
+
+    # the run with the highest mean score leads
     mean_by_run = {
         run: statistics.fmean([scores[key].value for key in shared_keys])
         for run, scores in scores_by_run.items()
     }
     leader = max(mean_by_run, key=mean_by_run.__getitem__)
+
+    # compare each other run with the leader
     differences_by_run = {
         run: _find_differences_by_task(scores, scores_by_run[leader], shared_keys)
         for run, scores in scores_by_run.items()
@@ -150,6 +165,8 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         any(difference.value < 0 and difference.has_interval for difference in differences.values())
         for differences in differences_by_run.values()
     )
+
+    # all runs are paired if they have one text on pairing
     pairings = {
         str([scores[key].pairing for key in shared_keys]) for scores in scores_by_run.values()
     }
@@ -167,7 +184,7 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
 def _find_differences_by_task(
     scores: Scores, leader_scores: Scores, shared_keys: Sequence[TaskAndMetric]
 ) -> dict[TaskAndMetric, NotableDifference]:
-    """Notable differences of a run from the leader, by task and metric."""
+    """Find the notable differences of a run from the leader (run minus leader), by task and metric."""
     differences = {}
     for key in shared_keys:
         difference = find_notable_difference(scores[key], leader_scores[key])
@@ -177,7 +194,10 @@ def _find_differences_by_task(
 
 
 def find_notable_difference(score: TaskScore, other: TaskScore) -> NotableDifference | None:
-    """Difference of two runs in a task, `score` minus `other`; None if it is not notable."""
+    """Compute the difference of two runs in a task, `score` minus `other`; None if it is not notable.
+
+    The docstring of the module defines notable differences.
+    """
     difference = score.value - other.value
     half_width = _compute_half_width(score, other)
     contains_zero = half_width is not None and abs(difference) <= half_width
@@ -187,9 +207,10 @@ def find_notable_difference(score: TaskScore, other: TaskScore) -> NotableDiffer
 
 
 def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
-    """Differences of two runs in the repetitions in which both were tested.
+    """List the differences of two runs, `score` minus `other`, by repetition.
 
-    Empty if the runs are not paired, or differ in the number of repetitions.
+    Repetitions in which one of the runs tested no unit are left out. The list is empty if the runs
+    are not paired, or if they have different numbers of repetitions.
     """
     if score.pairing != other.pairing:
         return []
@@ -200,27 +221,35 @@ def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
 
 
 def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
-    """Half the width of the interval of a paired difference.
+    """Compute half the width of the 95 % interval of the difference of two runs.
 
-    None, for no interval, if there are fewer than two pairs of repetitions, if the difference
-    varies neither over repetitions nor over units, or if no error over units is known.
+    Return None if there is no interval. This is so in three cases: there are fewer than two pairs
+    of repetitions, no standard error over units is known, or nothing varies (neither the difference
+    over repetitions nor the scores over units).
     """
     differences = _list_paired_differences(score, other)
-    n = len(differences)
-    known = [(one.units_se, one.n_units) for one in (score, other) if one.units_se is not None]
-    if n < 2 or not known:
+    n_repetitions = len(differences)
+    known_errors = [
+        (one.units_se, one.n_units) for one in (score, other) if one.units_se is not None
+    ]
+    if n_repetitions < 2 or not known_errors:
         return None
-    repetitions_variance = statistics.variance(differences) / n
-    units_se, n_units = max(known, key=lambda error: error[0])
+
+    # the variance of the difference is the sum of two terms, from repetitions and from units
+    repetitions_variance = statistics.variance(differences) / n_repetitions
+    units_se, n_units = max(known_errors, key=lambda error: error[0])
     units_variance = units_se**2
     variance = repetitions_variance + units_variance
     if variance == 0:
         return None
-    # degrees of freedom by Satterthwaite; an unknown number of units counts as infinite
-    divisor = repetitions_variance**2 / (n - 1)
+
+    # Degrees of freedom of the sum of both variances, by Satterthwaite's formula. An unknown number
+    # of units counts as infinite.
+    divisor = repetitions_variance**2 / (n_repetitions - 1)
     if n_units is not None:
         divisor += units_variance**2 / max(n_units - 1, 1)
     degrees_of_freedom = variance**2 / divisor if divisor else math.inf
-    # imported here because pages of one run need no scipy
+
+    # scipy is imported here because a page of one run does not need it
     stdtrit = import_module("scipy.special").stdtrit
     return float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2)) * variance**0.5

@@ -1,4 +1,7 @@
-"""Snakemake commands that make the files of a run or corpus again, for the section on provenance."""
+"""Snakemake commands that make the files of a run or corpus again.
+
+The page shows these commands in the section on provenance.
+"""
 
 import os
 import shlex
@@ -19,19 +22,27 @@ FILES_BY_KIND = {
     ),
     "corpora": ("cells/*.h5ad", "vocabulary.tsv", "shards/manifest.json"),
 }
-"""Outputs of rules in a folder of results/runs or results/corpora, in the order of the stages."""
+"""Files that rules of the workflow write, by kind of the folder and in the order of the stages.
+
+A run has its folder in results/runs, a corpus in results/corpora. A path is relative to this folder,
+and may be a pattern.
+"""
 
 
 def find_folder_name(folder: Path) -> str:
-    """Name of a folder of results, which is the link's if the folder is one."""
+    """Find the name of a folder of results. Of a symbolic link, it is the name of the link."""
+    # `Path.resolve` would follow the link
     return os.path.basename(os.path.abspath(folder))
 
 
 def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
-    """Command by file of `folder`, which is in results/<kind>.
+    """List the command that makes each file of `folder` again, by file.
 
-    With `--force` a stage runs again although its file exists. Training runs again only if its
-    folder is gone. The command moves the folder to a name with the time, so no weights are lost.
+    `kind` is a key of FILES_BY_KIND. The workflow has the folder in results/<kind>.
+
+    With `--force`, Snakemake runs a stage again although its file exists. A training runs again only
+    if its folder is gone. So its command first moves the folder to a name with the time. No weights
+    are lost.
     """
     results_folder = Path("results", kind, find_folder_name(folder))
     train = shlex.quote(f"{results_folder}/train")

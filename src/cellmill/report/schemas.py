@@ -1,8 +1,9 @@
 """Schemas of the JSON files that the page reads. A file is checked when it is read.
 
-A schema has the keys that the page, or the card of a pushed model, reads by name. Where the key of
-the file has another name, the field's `alias` is that. A file may have further keys. Keys with a
-default may be absent.
+A schema has a field for each key that the page, or the card of a pushed model, reads by name. If
+the file spells a key differently, the field's `alias` is the file's spelling. A file may have
+further keys. A key may be absent if its field has a default. A default of None stands for an
+unknown value, unless a comment says otherwise.
 """
 
 from pathlib import Path
@@ -27,20 +28,20 @@ JsonObject = dict[str, Any]
 
 
 class Schema(BaseModel):
-    """A JSON object with the keys of its class; it may have further keys."""
+    """A JSON object with the keys that the subclass names. The object may have further keys."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     @property
     def content(self) -> JsonObject:
-        """The whole object as it was read, for tables of all its keys."""
+        """The whole object as it was read, with the keys that have no field."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
     @classmethod
     def parse(cls, path: Path, value: Any, remedy: str = "make it again") -> Self:
-        """Check `value`, which is from the file `path`. Raise DataError if it does not match.
+        """Make an object from `value`, which was read from the file `path`.
 
-        The error ends in `remedy`.
+        Raise DataError if `value` does not match the schema. The message ends in `remedy`.
         """
         try:
             return cls.model_validate(value)
@@ -49,19 +50,20 @@ class Schema(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the file `path`. Raise DataError if it is damaged."""
+        """Read the file `path`. Raise DataError if the file is absent or damaged."""
         return cls.parse(path, read_own_json(path))
 
     @classmethod
     def read_if_present(cls, path: Path) -> Self | None:
-        """Read the file `path`; None if it is absent. Raise DataError if it is damaged."""
+        """Read the file `path`. Return None if it is absent. Raise DataError if it is damaged."""
         return cls.read(path) if path.exists() else None
 
 
 def make_damage_error(
     path: Path, error: ValidationError, remedy: str = "make it again"
 ) -> DataError:
-    """A DataError that names the file's first problem in one line."""
+    """Make a DataError from `error`. Its message is one line on the first problem of the file."""
+    # `explain` needs a class only to name unknown keys, which schemas allow
     location, message = explain(error, Schema)
     return DataError(f"{path}: damaged: {error_line(location, message)}; {remedy}")
 
@@ -69,57 +71,62 @@ def make_damage_error(
 class PlannedMemorySchema(Schema):
     """Key `memory` of plan.json."""
 
-    total_bytes: int  # peak of one process
+    total_bytes: int  # planned peak memory of one process
 
 
 class PlanSchema(Schema):
-    """plan.json."""
+    """plan.json, the plan of a training."""
 
     parameters: int | None = None  # number of parameters of the model
     memory: PlannedMemorySchema | None = None
     steps: int | None = None
     steps_per_epoch: int | None = None
     hours: float | None = None  # estimated duration of training, validation included
-    cells: int | None = None  # training cells
-    cells_seen: int | None = None  # cells read in all steps together
-    world_size: int | None = None
+    cells: int | None = None  # number of training cells
+    cells_seen: int | None = None  # number of cells read in all steps, repeated cells included
+    world_size: int | None = None  # number of processes
 
 
 class StatusSchema(Schema):
-    """train/status.json and train/state.json."""
+    """State of a training, in train/status.json or train/state.json."""
 
     state: str = "not trained"
-    step: int | None = None  # optimizer steps so far
+    step: int | None = None  # number of optimizer steps so far
+    # number of cells read so far, repeated cells included
     cells_seen: int | None = Field(default=None, alias="cells")
     train_loss: float | None = None
-    best_value: float | None = None  # of `train.best_metric`
-    best_step: int | None = None  # step of `best_value`
-    wall_s: float | None = None
+    best_value: float | None = None  # best value so far of the metric `train.best_metric`
+    best_step: int | None = None  # step with `best_value`
+    wall_s: float | None = None  # wall time of the training in seconds
+    # number of steps that were skipped because the loss or the gradient norm was not finite
     skipped_steps: int | None = None
-    world_size: int | None = None
+    world_size: int | None = None  # number of processes
 
 
 class ObjectiveOptionsSchema(Schema):
     """Section `objective` of resolved options."""
 
     name: str | None = None
-    batch_column: str | None = None
-    batch_reason: str | None = None  # set if batch_column auto was resolved
+    # Options of objective `cell_decoding`. Objectives of plug-ins may have options with these names
+    # and with values of any type.
+    batch_column: Any = None  # obs column of the batch; None if no column was chosen
+    batch_reason: Any = None  # why `batch_column: auto` chose a column or none; None without auto
 
 
 class ModelOptionsSchema(Schema):
     """Section `model` of resolved options."""
 
     family: str | None = None
-    hidden: int | None = None
+    # width, an integer in family `profile`; families of plug-ins may have values of any type
+    hidden: Any = None
 
 
 class TrainOptionsSchema(Schema):
     """Section `train` of resolved options."""
 
     lr: float | None = None
-    epochs: float | None = None  # set if the length is given in epochs
-    best_metric: str | None = None  # chooses the best checkpoint; None if unknown
+    epochs: float | None = None  # length of the training; None if it is given in steps
+    best_metric: str | None = None  # metric that chooses the best checkpoint; None if unknown
 
 
 class OptionsSchema(Schema):
@@ -134,71 +141,74 @@ class TrainingDataSchema(Schema):
     """Training data of a model or run."""
 
     fingerprint: str | None = None  # digest of the training shards
-    supervised_by: list[str] | None = None  # obs columns of the labels, if any
+    # obs columns of the labels that the model was trained with; empty without labels
+    supervised_by: list[str] | None = None
 
 
 class ModelSchema(TrainingDataSchema):
     """config.json of an exported model, and key `model` of metrics.json."""
 
-    step: int | None = None  # of the checkpoint that was exported
-    digest: str | None = None  # of model.safetensors
+    step: int | None = None  # step of the checkpoint that was exported
+    digest: str | None = None  # digest of model.safetensors
+    # models that the training started from, directly or through other models, if their training
+    # cells are unknown
     ancestors_with_unknown_cells: list[str] = Field(default=[], alias="unknown_cells")
 
 
 class RunRecordSchema(TrainingDataSchema):
-    """train/run.json."""
+    """train/run.json, the record of a training."""
 
     options: OptionsSchema = OptionsSchema()
-    environment: JsonObject = {}
-    # for the card of a pushed model
-    manifest: str | None = None
-    init_from: str | None = None
-    nodes: str | None = None
-    nproc_per_node: int | None = None
+    environment: JsonObject = {}  # such as versions of packages
+    # the next fields are read only for the card of a pushed model
+    manifest: str | None = None  # path of the manifest of the training shards
+    init_from: str | None = None  # model from which the training started; None for random weights
+    nodes: str | None = None  # number of nodes, or its range such as 2:8
+    nproc_per_node: int | None = None  # number of processes on each node
 
 
 class GeneCoverageSchema(Schema):
     """Key `genes` of a dataset in metrics.json."""
 
-    n_present: int  # genes of the vocabulary that the dataset measures
-    n_genes: int  # genes of the vocabulary
-    # of the genes that a training cell expresses, the fraction that the dataset measures; mean
-    # over training cells
+    n_present: int  # number of genes of the vocabulary that the dataset measures
+    n_genes: int  # number of genes in the vocabulary
+    # fraction of a training cell's expressed genes that the dataset measures, as the mean over
+    # training cells
     expressed_frac: float
 
 
 class BridgeValueSchema(Schema):
-    """A value of one method in one metric."""
+    """A value of one method in one metric, computed by another package."""
 
-    name: str
-    kind: Kind
+    name: str  # name of the method
+    kind: Kind  # kind of the method's row
     metric: str
     value: float | None
 
 
 class BridgeSchema(Schema):
-    """bridges/DATASET.PACKAGE.json: metrics of another package on a run and its baselines."""
+    """bridges/DATASET.PACKAGE.json: values of another package for a run and its baselines."""
 
     package: str
-    version: str
+    version: str  # version of the package
     dataset: str
-    model_digest: str | None = None
+    model_digest: str | None = None  # digest of the model that the package measured
     rows: list[BridgeValueSchema]
 
 
 class CostSchema(Schema):
-    """train/cost.json."""
+    """train/cost.json, the cost of a training."""
 
-    model_config = ConfigDict(strict=False)  # a strict schema refuses a dict for Start
+    model_config = ConfigDict(strict=False)  # a strict schema would refuse a dict for a Start
 
-    source: str
+    source: str  # where the numbers come from, such as SLURM's accounting
     starts: list[Start] = Field(alias="jobs")
-    totals: dict[str, float | None]  # by quantity; None if unknown
-    unknown: dict[str, str]  # reasons by quantity
+    totals: dict[str, float | None]  # total by quantity; None if unknown
+    unknown: dict[str, str]  # by quantity, the reason why its total is unknown
 
 
 class LoggedLineSchema(Schema):
-    """A line of metrics.jsonl. Lists are over ranks."""
+    """A line of metrics.jsonl. A list has one value per rank."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -215,6 +225,8 @@ class LoggedLineSchema(Schema):
     peak_resident_gb: list[float] = []
     gpu_busy_frac: list[float] = []
     gpu_power_w: list[float] = []
+    # The next two are measured in validations. They are the share of the variance of log depth that
+    # the embedding explains, and the share of the embedding's variance that the batch explains.
     depth_r2: float | None = None
     batch_r2: float | None = None
 
@@ -222,13 +234,13 @@ class LoggedLineSchema(Schema):
 class SourceSchema(Schema):
     """Origin of a dataset."""
 
-    file: str
-    sha256: str
-    counts: str  # where in the file the counts are, such as X
-    source: str | None = None  # where the file comes from, in the words of the dataset table
+    file: str  # name of the input file or folder
+    sha256: str  # hexadecimal SHA-256 of the input file
+    counts: str  # place of the counts in the file, such as X
+    source: str | None = None  # origin of the file, in the words of the dataset table
     licence: str | None = None
-    counts_rule: str | None = None  # how counts with fractions were rounded, if they were
-    n_rounded: int = 0  # counts that were rounded
+    counts_rule: str | None = None  # how fractional counts were rounded; None if there were none
+    n_rounded: int = 0  # number of counts that were rounded
 
 
 class BeforeAfterSchema(Schema):
@@ -236,24 +248,24 @@ class BeforeAfterSchema(Schema):
 
     before: int = Field(alias="in")
     after: int = Field(alias="out")
-    dropped: dict[str, int] = {}  # number by reason
+    dropped: dict[str, int] = {}  # number of dropped cells or genes by reason
 
 
 class EnsemblCoverageSchema(Schema):
     """Genes of a dataset that have an Ensembl id."""
 
-    frac: float  # of all genes, with an Ensembl id
-    reference: str | None = None
-    ortholog_frac: float = 0.0  # of genes with an id, with an ortholog in `reference`
+    frac: float  # fraction of all genes that have an Ensembl id
+    reference: str | None = None  # reference species of the orthologs; None without orthologs
+    ortholog_frac: float = 0.0  # fraction of genes with an id that have an ortholog in `reference`
     notes: list[str] = []
 
 
 class HistogramSchema(Schema):
-    """Numbers of cells in each bin before and after quality control."""
+    """Number of cells in each bin of a quantity, before and after quality control."""
 
-    edges: list[float]  # (bins + 1,)
-    before: list[int]  # (bins,)
-    after: list[int]  # (bins,)
+    edges: list[float]  # (bins + 1,), edges of the bins
+    before: list[int]  # (bins,), numbers of cells
+    after: list[int]  # (bins,), numbers of cells
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -263,7 +275,7 @@ class HistogramSchema(Schema):
 
 
 class LabelMapSchema(Schema):
-    """Effect of a label map: number of cells by original label."""
+    """Effect of a label map. Each field has the number of cells by original label."""
 
     renamed: dict[str, int]
     kept: dict[str, int]
@@ -271,22 +283,22 @@ class LabelMapSchema(Schema):
 
 
 class QcSchema(Schema):
-    """QC report of a dataset."""
+    """cells/DATASET.json, the report of a dataset's quality control (QC)."""
 
     dataset: str
     source: SourceSchema
     cells: BeforeAfterSchema
     genes: BeforeAfterSchema
     coverage: EnsemblCoverageSchema
-    histograms: dict[str, HistogramSchema]
-    labels: dict[str, LabelMapSchema] = {}
+    histograms: dict[str, HistogramSchema]  # by quantity, such as n_genes
+    labels: dict[str, LabelMapSchema] = {}  # by label column
     # by label column, the number of cells with each text that means "no label"
     no_label: dict[str, dict[str, int]] = {}
     notes: list[str] = []
 
 
 class LevelsSchema(Schema):
-    """Levels of an obs column."""
+    """Levels (distinct values) of an obs column."""
 
     levels: list[Any]
 
@@ -298,17 +310,17 @@ class VocabularySchema(Schema):
 
 
 class SplitSchema(Schema):
-    """A split of the cells, such as train."""
+    """A split of the corpus, such as train."""
 
-    n_obs: int
-    nnz: int  # stored values of all cells
+    n_obs: int  # number of cells
+    nnz: int  # number of stored values of all cells together
     shards: list[Any]
 
 
 class ManifestSchema(Schema):
-    """shards/manifest.json."""
+    """shards/manifest.json, the contents of the shards."""
 
-    fingerprint: str
+    fingerprint: str  # digest of the shards
     vocabulary: VocabularySchema
-    splits: dict[str, SplitSchema]
+    splits: dict[str, SplitSchema]  # by name of the split
     obs_levels: dict[str, LevelsSchema] = {}  # by obs column

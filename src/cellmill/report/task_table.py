@@ -1,4 +1,7 @@
-"""Contents of a task's table on the page: columns, best baselines, the grid of ranked rows."""
+"""Contents of a task's table on the page.
+
+These are the columns, the best baselines, the grid of ranked rows, the gap, and the values of rows.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -8,7 +11,7 @@ from cellmill.runs.results import Gap, Row, TaskResult, Verdict
 
 
 def list_columns(rows: Sequence[Row]) -> list[str]:
-    """Columns of a task's table that the page shows."""
+    """Columns of a task's table that the page shows, in the order of their first appearance."""
     columns: dict[str, None] = {}
     for row in rows:
         columns |= dict.fromkeys([*row.scores, *row.numbers])
@@ -16,16 +19,19 @@ def list_columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_shown(rows: Sequence[Row], column: str) -> bool:
-    """False if the column has lists, or if each of its values is missing, empty, False or integer 0."""
+    """True if at least one row has a value worth showing in the column.
+
+    Missing and empty values, False and the integer 0 are not worth showing. A float, such as a mean,
+    is worth showing even if it is 0.0. A column with lists is never shown.
+    """
     values = [row.cell(column) for row in rows]
     if any(isinstance(value, list) for value in values):
         return False
-    # a float, such as a mean, is shown although it is 0.0
     return any(isinstance(value, float) or value for value in values)
 
 
 def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
-    """(name of the row, column) of the best baseline in each column of scores."""
+    """Find the best baseline in each column of scores. Return pairs (name of its row, column)."""
     best = set()
     for column in dict.fromkeys(chain.from_iterable(row.scores for row in result.rows)):
         row = result.best_baseline(column)
@@ -35,18 +41,19 @@ def find_best_baselines(result: TaskResult) -> set[tuple[str, str]]:
 
 
 class Grid(NamedTuple):
-    """Ranked rows by features and classifier."""
+    """Ranked rows of a task, in a table with features down the side and classifiers across the top."""
 
-    classifiers: list[str]  # columns
-    rows: dict[str, dict[str, Row]]  # by features, then by classifier
-    # features without a classifier, whose score is in the first column
+    classifiers: list[str]  # names of the columns
+    rows: dict[str, dict[str, Row]]  # the row in each cell, by features, then by classifier
+    # features that were scored without a classifier; their score is in the first column
     without_classifier: list[str]
 
 
 def make_grid(result: TaskResult) -> Grid | None:
-    """The grid of ranked rows; None unless some features have several classifiers.
+    """Make the grid of ranked rows. Return None if a grid does not suit the rows.
 
-    Also None if a score without a classifier and one with the first would share a cell.
+    A grid does not suit them if no features have several classifiers. Nor does it if some features
+    were scored without a classifier and with the first classifier: both scores would be in one cell.
     """
     rows: dict[str, dict[str, Row]] = {}
     for row in result.ranked_rows:
@@ -55,6 +62,7 @@ def make_grid(result: TaskResult) -> Grid | None:
         return None
     names = dict.fromkeys(chain.from_iterable(rows.values()))
     classifiers = [name for name in names if name]
+    # move each score without a classifier, whose name is empty, to the first column
     without_classifier = []
     for features, by_classifier in rows.items():
         if "" in by_classifier:
@@ -66,12 +74,12 @@ def make_grid(result: TaskResult) -> Grid | None:
 
 
 def find_best_row(rows: Iterable[Row], result: TaskResult) -> Row:
-    """The best of `rows`, by the metric that ranks the rows of `result`."""
+    """Find the best of `rows` in the metric that ranks the rows of `result`."""
     return max(rows, key=result.rank_value)
 
 
 def find_gap(result: TaskResult) -> Gap | None:
-    """The gap in the metric that ranks the rows of `result`; None if there is none."""
+    """Find the gap in the metric that ranks the rows of `result`. Return None if it has no gap."""
     for gap in result.gaps:
         if gap.column == result.metric:
             return gap
@@ -79,9 +87,9 @@ def find_gap(result: TaskResult) -> Gap | None:
 
 
 def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
-    """Largest absolute value of the differences and the ends of their intervals.
+    """Find the largest absolute value among the differences and the ends of their intervals.
 
-    It scales the bars of a task's verdicts. 1 if all differences are 0.
+    The page scales the bars of a task's verdicts by this value. It is 1 if all differences are 0.
     """
     ends = [0.0]
     for verdict in verdicts:
@@ -89,13 +97,16 @@ def find_largest_difference(verdicts: Sequence[Verdict]) -> float:
     return max(map(abs, ends)) or 1
 
 
-def list_values(row: Row) -> dict[str, float]:
-    """Means and numbers of a row, by column."""
+def list_row_values(row: Row) -> dict[str, float]:
+    """The numbers of a row by column: means of scores, and single values."""
     pairs = [(column, row.value(column)) for column in [*row.scores, *row.numbers]]
     return {column: value for column, value in pairs if value is not None}
 
 
 def list_figures(result: TaskResult) -> dict[str, float]:
-    """The task's figures that are numbers, by key, without its seconds, which are no result."""
+    """Figures of the task that are numbers, by key.
+
+    The duration `seconds` is left out, because it is not a result.
+    """
     figures = {key: value for key, value in result.figures.items() if key != "seconds"}
     return {key: value for key, value in figures.items() if isinstance(value, int | float)}

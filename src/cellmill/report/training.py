@@ -1,4 +1,7 @@
-"""Training of the runs: curves, planned and measured quantities, and cost."""
+"""Values and charts of the section on training.
+
+These are curves over training steps, planned and measured quantities, and the cost.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,50 +31,51 @@ CURVES = {
     "depth_r2": "R² of log depth, predicted from the embedding",
     "batch_r2": "share of the embedding's variance explained by the batch",
 }
-"""Keys of metrics.jsonl and their names, in the order of the page."""
-J_PER_KWH = 3.6e6
+"""Names of the quantities in metrics.jsonl that have a chart, by key, in the order of the page."""
+J_PER_KWH = 3.6e6  # joules in a kilowatt-hour
 
 
 class ComparedQuantity(NamedTuple):
-    """A quantity of a run's training, planned and measured; None if unknown."""
+    """A quantity of a run's training, with its planned and its measured value."""
 
     name: str
-    planned: Any
-    measured: Any
+    planned: Any  # None if the quantity is not planned
+    measured: Any  # None if the quantity was not measured
 
 
 def make_loss_charts(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
-    """A chart for each objective with a logged loss.
+    """Make a chart of losses for each objective with a logged loss.
 
-    It has runs with other objectives too, without points, so that every run keeps its colour.
+    Losses of different objectives cannot be compared. A chart also gets the runs with other
+    objectives, but without points, so that every run has the same colour in all charts.
     """
     objectives = list(dict.fromkeys(run.options.objective.name for run in runs))
     for objective in objectives:
-        losses: dict[str, Mapping[str, StepValues]] = {run.name: {} for run in runs}
+        losses_by_run: dict[str, Mapping[str, StepValues]] = {run.name: {} for run in runs}
         for run in runs:
             if run.options.objective.name == objective:
-                losses[run.name] = {
-                    "training": list_step_values(run.logged, "loss"),
-                    "validation": list_step_values(run.logged, "val_loss"),
+                losses_by_run[run.name] = {
+                    "training": list_step_values(run.logged_lines, "loss"),
+                    "validation": list_step_values(run.logged_lines, "val_loss"),
                 }
-        if any(any(by_series.values()) for by_series in losses.values()):
+        if any(any(by_series.values()) for by_series in losses_by_run.values()):
             name = to_words(objective or "unknown objective")
             title = f"Loss: {name}" if len(objectives) > 1 else "Loss"
-            yield make_loss_chart(title, losses)
+            yield make_loss_chart(title, losses_by_run)
 
 
 def make_log_charts(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
-    """A chart for each of CURVES that any run logged."""
+    """Make a chart for each quantity of CURVES that at least one run logged."""
     for key, name in CURVES.items():
-        curves = {run.name: list_step_values(run.logged, key) for run in runs}
+        curves = {run.name: list_step_values(run.logged_lines, key) for run in runs}
         if any(curves.values()):
             yield make_curves_chart(name[0].upper() + name[1:], curves, name)
 
 
 def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:
-    """(step, value) of each line in which `key` has a finite number.
+    """List (step, value) of each line in which `key` has a finite number.
 
-    The value of a list over ranks is its largest one.
+    If the line has a list with a value per rank, the value is the largest of the list.
     """
     points: StepValues = []
     for line in lines:
@@ -84,12 +88,14 @@ def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:
 
 
 def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
-    """Quantities of a run that were planned or measured.
+    """List the quantities of a run that were planned or measured.
 
-    The plan counts tensors, so its memory is compared with the tensors that a GPU held. The memory
-    of a process includes its libraries, so it has a row of its own; on a CPU only this memory is
-    measured. Floats are rounded to two significant digits, because times, memory and effective
-    ranks are no more precise.
+    Memory has two rows. The plan counts only tensors, so the planned memory is compared with the
+    tensors that a GPU held. The memory of a process includes its libraries, so it has its own row.
+    On a CPU, only the memory of processes is measured.
+
+    Floats are rounded to two significant digits, because times, memory and effective ranks are not
+    more precise than that.
     """
     plan = run.plan or PlanSchema()
     status = run.status or StatusSchema()
@@ -118,48 +124,51 @@ def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
 
 
 def _summarise_log(run: ReportedRun) -> dict[str, float | None]:
-    """Quantities measured over all lines of metrics.jsonl, or in the last validation, by name."""
-    waits = _list_values(run, "data_wait_frac")
+    """Summarise metrics.jsonl: quantities over all its lines, or in the last validation, by name."""
+    waits = _list_logged_values(run, "data_wait_frac")
     mean_wait = sum(waits) / len(waits) if waits else None
     quantities = {
-        "highest cells/s": max(_list_values(run, "cells_per_s"), default=None),
+        "highest cells/s": max(_list_logged_values(run, "cells_per_s"), default=None),
         CURVES["data_wait_frac"]: mean_wait,
     }
     for key in ("effective_rank", "depth_r2", "batch_r2"):
         name = f"{CURVES[key]}, last validation"
-        values = _list_values(run, key)
+        values = _list_logged_values(run, key)
         if key == "effective_rank" and run.has_collapsed and values[-1] < COLLAPSED:
             name += ": collapsed to one direction"
         quantities[name] = values[-1] if values else None
     return quantities
 
 
-def _list_values(run: ReportedRun, key: str) -> list[float]:
-    return [value for _, value in list_step_values(run.logged, key)]
+def _list_logged_values(run: ReportedRun, key: str) -> list[float]:
+    """List the finite values of `key` in the lines of metrics.jsonl, in the order of steps."""
+    return [value for _, value in list_step_values(run.logged_lines, key)]
 
 
 def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
-    """Largest value over ranks and lines of metrics.jsonl, and its rank; None without values.
+    """Find the largest value of `key` over all ranks and lines of metrics.jsonl. Return it and its rank.
 
-    `key` has a list over ranks in each line.
+    In each line, `key` has a list with a value per rank. If all lists are empty, both are None.
     """
-    peaks: list[tuple[float, int]] = []
-    for line in run.logged:
-        peaks += [(value, rank) for rank, value in enumerate(getattr(line, key))]
-    return max(peaks, default=(None, None))
+    values_and_ranks: list[tuple[float, int]] = []
+    for line in run.logged_lines:
+        values_and_ranks += [(value, rank) for rank, value in enumerate(getattr(line, key))]
+    return max(values_and_ranks, default=(None, None))
 
 
 def _round_to_two_digits(value: Any) -> Any:
+    """Round a float to two significant digits. Return any other value as it is."""
     return float(f"{value:.2g}") if isinstance(value, float) else value
 
 
 def estimate_energy(run: ReportedRun) -> float | None:
-    """Energy of a run's training in kWh; None if power or the time in training steps is unknown.
+    """Estimate the energy of a run's training in kWh. Return None if it is unknown.
 
-    It is the power of all GPUs together, as the mean over logged lines, multiplied by the time spent
-    in training steps. If the number of GPUs changed between starts, lines still count equally.
+    The energy is the power of all GPUs together, multiplied by the time spent in training steps. It
+    is unknown if the power or this time is unknown. The power is the mean over logged lines. All
+    lines count equally, even if the number of GPUs changed between starts of the training.
     """
-    watts = [sum(line.gpu_power_w) for line in run.logged if line.gpu_power_w]
+    watts = [sum(line.gpu_power_w) for line in run.logged_lines if line.gpu_power_w]
     seconds = run.totals.get("training_s")
     if not watts or not seconds:
         return None
@@ -167,7 +176,10 @@ def estimate_energy(run: ReportedRun) -> float | None:
 
 
 def describe_cost(run: ReportedRun) -> str | None:
-    """GPU-hours of a run, or core-hours if it had no GPU; None if its cost is unknown."""
+    """Describe the cost of a run in GPU-hours, or in core-hours if the run had no GPU.
+
+    Return None if the run has no file of its cost.
+    """
     if run.cost is None:
         return None
     has_gpu_hours = had_gpus(run.cost.starts)

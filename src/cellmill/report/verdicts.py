@@ -1,4 +1,4 @@
-"""A run's verdicts against the best baselines of its tasks, without duplicates."""
+"""Verdicts of a run against the best baselines of its tasks, without duplicates."""
 
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
@@ -10,27 +10,29 @@ WHOLE_CELL_METRICS = {
     "low_depth": "accuracy, whole",
     "missing_genes": "accuracy, whole",
 }
-"""Name of the accuracy on whole cells in each task that has it.
+"""The metric that is the accuracy on whole cells, by task that measures this accuracy.
 
-The last two tasks measure it on fewer cells than `probe`. One verdict stands for all: of `probe`,
-or without it of the first task in the file.
+Whole cells are cells with all their counts and genes. Tasks `low_depth` and `missing_genes` measure
+the accuracy on fewer cells than `probe`. Only one of the three verdicts counts. It is the verdict of
+`probe`, or without `probe` the verdict of the first of these tasks in the file.
 """
 
 
 class TaskVerdict(NamedTuple):
     """Verdict against the best baseline in one metric of a task."""
 
-    task: str  # key of the task in the file: its name, or `NAME of LABEL` for further labels
+    # key of the task in metrics.json: the task's name, or `NAME of LABEL` for further labels
+    task: str
     verdict: Verdict
 
 
 def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
-    """Verdicts against the best baselines. Of duplicates in several tasks, one is kept.
+    """List the verdicts against the best baselines. Of duplicate verdicts, only one is kept.
 
-    `results` are by the task's key, such as `probe` or `probe of LABEL`.
+    `results` has the result of each task by its key, such as `probe` or `probe of LABEL`.
     """
     distinct: dict[Hashable, TaskVerdict] = {}
-    # probe comes first, so that its verdicts are kept and duplicates of them dropped
+    # probe comes first, so that of duplicates the verdict of probe is kept
     for task, result in sorted(results.items(), key=lambda item: item[1].task != "probe"):
         for verdict in result.best_verdicts():
             key = _make_key(task, result, verdict)
@@ -39,10 +41,11 @@ def list_verdicts(results: Mapping[str, TaskResult]) -> list[TaskVerdict]:
 
 
 def _make_key(task: str, result: TaskResult, verdict: Verdict) -> Hashable:
-    """Key that is equal for duplicates.
+    """Make a key that is equal for duplicate verdicts, and only for these.
 
-    All verdicts on the accuracy on whole cells for one label count as one, whatever their values.
-    Other verdicts on one label are duplicates if their methods, metric and difference are equal.
+    Two verdicts on the same label are duplicates if both are on the accuracy on whole cells, whatever
+    their differences are. Other verdicts on the same label are duplicates if their methods, metric
+    and difference are equal.
     """
     _, _, label = task.partition(" of ")  # empty for the first label
     if verdict.metric == WHOLE_CELL_METRICS.get(result.task):

@@ -1,6 +1,8 @@
-"""Charts of the page, live and as static pictures.
+"""Charts of the page. Each chart has a live version for browsers and a static picture.
 
-`curves`, `cell_counts` and `umap` make a `chart` from values; `page_charts` puts it on the page,
-with a picture by `svg` and `png`. So `make_…_chart` returns a `Chart`, and `draw_…` a picture.
-vega.json has the Vega-Lite specification of each kind of chart.
+- `curves`, `cell_counts` and `umap` make charts from values. Their `make_…_chart` functions return
+  a `Chart` (`chart`).
+- `page_charts` puts the charts of a page together. It draws a static picture of each chart with
+  `svg`, `png` and `umap`. Their `draw_…` functions return a picture.
+- vega.json has the Vega-Lite specification of each kind of chart.
 """

@@ -1,4 +1,4 @@
-"""Charts of numbers of cells: histograms of quality control (QC), and confusion matrices."""
+"""Charts of numbers of cells: histograms before and after quality control (QC), and confusion matrices."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import numpy as np
 from cellmill.report.drawing.chart import Chart, read_template, to_five_digits
 from cellmill.report.text import with_noun
 
-TAILS_FRAC = 0.005  # share of cells at both ends together that a histogram does not draw
+TAILS_FRAC = 0.005  # fraction of cells, both ends of a histogram together, that it does not draw
 
 
 def make_histogram_chart(
@@ -17,17 +17,21 @@ def make_histogram_chart(
     after_qc: Sequence[int],
     x_title: str,
 ) -> Chart:
-    """Cells per bin before QC (grey) and after (blue), on a log axis if all edges are positive.
+    """Make a chart of the number of cells per bin before QC (grey) and after QC (blue).
 
-    `before_qc` and `after_qc` are numbers of cells, (bins,); `edges` are (bins + 1,), ascending.
-    Only bins of the central 99.5 % of cells are drawn, because one outlier would squeeze them. The
-    title of the x axis says how many cells are beyond.
+    `before_qc` and `after_qc` are numbers of cells, (bins,). `edges` are the edges of the bins,
+    (bins + 1,), in ascending order. The x axis is logarithmic if all edges are positive.
+
+    Only the bins of the central 99.5 % of cells are drawn, because a single outlier would squeeze
+    all other bins. The title of the x axis says how many cells are not drawn.
     """
-    n_up_to_bin = np.cumsum(before_qc)  # (bins,), with the cells of the bin itself
-    n_below_bin = n_up_to_bin - before_qc
+    # A bin is drawn if it has a cell that is in neither tail. Each tail has at most n_in_tail cells.
+    n_up_to_bin = np.cumsum(before_qc)  # (bins,), cells in the bin and in all bins to its left
+    n_below_bin = n_up_to_bin - before_qc  # (bins,), cells in all bins to its left
     n_cells = n_up_to_bin[-1]
-    tail = TAILS_FRAC / 2 * n_cells
-    is_drawn = (n_up_to_bin > tail) & (n_below_bin < n_cells - tail)
+    n_in_tail = TAILS_FRAC / 2 * n_cells
+    is_drawn = (n_up_to_bin > n_in_tail) & (n_below_bin < n_cells - n_in_tail)
+
     rows = []
     for index in np.flatnonzero(is_drawn).tolist():
         rows.append(
@@ -35,7 +39,7 @@ def make_histogram_chart(
                 "from": to_five_digits(edges[index]),
                 "to": to_five_digits(edges[index + 1]),
                 "before": before_qc[index],
-                "kept": after_qc[index],
+                "kept": after_qc[index],  # cells after QC
             }
         )
     n_beyond = n_cells - sum(row["before"] for row in rows)
@@ -50,17 +54,23 @@ def make_histogram_chart(
 def make_confusion_chart(
     title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]
 ) -> Chart:
-    """A confusion matrix: of the cells of each true class, the share with each predicted class.
+    """Make a chart of a confusion matrix.
 
-    `counts` are numbers of cells, (true classes, predicted classes). Pairs of classes
-    without cells are left out.
+    The chart shows what share of the cells of each true class has each predicted class. `counts` are
+    numbers of cells, (true classes, predicted classes). Pairs of classes without cells are left out.
     """
     rows = []
-    for true, class_counts in zip(classes, counts):
-        for predicted, n in zip(classes, class_counts):
-            if n:
-                share = to_five_digits(n / sum(class_counts))
-                rows.append({"true": true, "predicted": predicted, "cells": n, "share": share})
+    for true_class, counts_of_class in zip(classes, counts):
+        for predicted_class, n_cells in zip(classes, counts_of_class):
+            if n_cells:
+                rows.append(
+                    {
+                        "true": true_class,
+                        "predicted": predicted_class,
+                        "cells": n_cells,
+                        "share": to_five_digits(n_cells / sum(counts_of_class)),
+                    }
+                )
     spec = read_template("confusion")
     for axis in ("x", "y"):
         spec["encoding"][axis] |= {"sort": [*classes], "scale": {"domain": [*classes]}}

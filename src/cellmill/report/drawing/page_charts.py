@@ -1,4 +1,4 @@
-"""Charts of a page: static pictures, and the data from which the page's script draws them."""
+"""The charts of a page: their static pictures, and the data from which the page's script draws them."""
 
 import base64
 import json
@@ -11,84 +11,90 @@ from typing import Any
 
 from markupsafe import Markup
 
+from cellmill.errors import DataError
 from cellmill.files import read_json, write_json, write_text
 from cellmill.report.drawing.chart import CONFIG, Chart, ChartRow, Spec
 from cellmill.report.drawing.png import draw_png
 from cellmill.report.drawing.svg import draw_svg
 from cellmill.report.drawing.umap import draw_umap_svg
 
-# a page of more runs stores its details compressed, for the script to insert, and has coarser
-# bitmaps
+# A page with more runs than this is large. It stores its details compressed, for the script to
+# insert, and draws coarser bitmaps.
 MAX_RUNS_OF_SMALL_PAGE = 20
-MAX_STATIC_POINTS = 200  # the static picture of a chart with more points has lines without dots
-WIDTH = 500  # pixels of a static picture; a live chart has the width of its card
-DECIMALS = 2  # decimals of coordinates in pixels, for the cells of a UMAP
+# In the static picture of a chart of curves with more points than this, the curves have no dots.
+MAX_STATIC_POINTS = 200
+WIDTH = 500  # width of a static picture in pixels; a live chart has the width of its card
+DECIMALS = 2  # decimals of the coordinates of a UMAP's cells, in pixels
 BITMAP_SCALE = 1.5  # pixels of a bitmap for each pixel of the page
-LIST = "charts.json"  # in the folder of the files: their names
-MAX_NAME = 100  # characters of a chart's title in the names of its files
-# a spreadsheet evaluates texts with these first characters; toCsvCell in page.js has the same
-FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+FILE_LIST = "charts.json"  # lists the files that the last page wrote to the folder
+MAX_TITLE_CHARS = 100  # a file name has at most this many characters of the chart's title
+DARK_GREY = "#222222"  # colour of axes and texts in saved pictures
 
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""First characters of texts that a spreadsheet would evaluate. toCsvCell in page.js has the same."""
 CSV_SPECIAL = re.compile(r'[",\r\n]')
-"""Characters for which a cell of a CSV file is quoted."""
-QUOTE = '"'
+"""A cell of a CSV file is quoted if it contains one of these characters."""
+QUOTE = '"'  # a name, because an f-string of Python 3.11 cannot contain its own quote
 
 
 class PageCharts:
-    """Charts of one page in their order, and the HTML of its deferred details.
+    """The charts of one page in their order, and the HTML of details that the page defers.
 
-    Each chart has a static picture for print and for browsers without scripts. The page's script
-    replaces it with a live chart, and inserts the deferred details.
+    Each chart has a static picture, for print and for browsers without scripts. The page's script
+    replaces the picture with a live chart. The script also inserts the deferred details.
     """
 
     def __init__(self, n_runs: int = 1) -> None:
         self.is_large = n_runs > MAX_RUNS_OF_SMALL_PAGE
-        self.charts: list[tuple[Chart, str]] = []  # with the picture, a standalone SVG
-        self.deferred: list[str] = []  # HTML; empty on a small page
+        self.charts: list[tuple[Chart, str]] = []  # each chart with its picture, a standalone SVG
+        self.deferred: list[str] = []  # HTML of the details; empty on a small page
 
     def defer(self, caller: Callable[[], Markup]) -> Markup:
-        """HTML of details, which `caller` renders, for `{% call page_charts.defer() %}`.
+        """Return the HTML of details that `caller` renders. A template calls
+        `{% call page_charts.defer() %}`.
 
-        On a large page it is a placeholder, which the page's script replaces with the details.
+        On a large page, return a placeholder. The page's script replaces it with the details.
         """
         if not self.is_large:
             return caller()
         self.deferred.append(caller())
-        number = len(self.deferred) - 1
+        index = len(self.deferred) - 1
         return Markup(
-            f'<p class="dim" data-deferred="{number}">Allow scripts to see the details.</p>'
+            f'<p class="dim" data-deferred="{index}">Allow scripts to see the details.</p>'
         )
 
     def add(self, chart: Chart) -> Markup:
-        """Draw a chart and keep it. Return the `<figure>` element with the static picture.
+        """Draw a chart and keep it. Return the `<figure>` element with its static picture.
 
         Equal charts at the same position on a page give the same bytes.
         """
-        number = len(self.charts)
-        # no ARIA labels on marks: the <figure> has one, and they would double the size
+        index = len(self.charts)
+        # The <figure> has an ARIA label. Further labels on all marks would double the size.
         spec = chart.full_spec | {"width": WIDTH, "config": CONFIG | {"aria": False}}
         title = escape(chart.title)
         if chart.is_umap:
+            # the page shows a bitmap, which is smaller than the SVG of thousands of marks
             picture = draw_umap_svg(spec, chart.rows, DECIMALS)
             bitmap = self._draw_bitmap(spec, chart.rows, picture)
             element = f'<img src="data:image/png;base64,{bitmap}" alt="{title}">'
         else:
             if len(chart.rows) > MAX_STATIC_POINTS and "point" in spec.get("mark", {}):
                 spec["mark"] = spec["mark"] | {"point": False}
-            picture = draw_svg(spec | {"data": {"values": chart.rows}}, number)
+            picture = draw_svg(spec | {"data": {"values": chart.rows}}, index)
+            # an SVG inside HTML needs no namespaces
             inline = re.sub(r' xmlns(:\w+)?="[^"]*"', "", picture)
             element = inline.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
         self.charts.append((chart, picture))
         return Markup(
-            f'<figure class="chart" data-chart="{number}" aria-label="{title}">'
+            f'<figure class="chart" data-chart="{index}" aria-label="{title}">'
             f'<div class="static">{element}</div></figure>'
         )
 
     def _draw_bitmap(self, spec: Spec, rows: Sequence[ChartRow], picture: str) -> str:
-        """PNG of a UMAP in base64, which is smaller than an SVG of thousands of marks.
+        """Draw a UMAP as a PNG, in base64. `picture` is its SVG.
 
         On a large page, coordinates are whole pixels. Equal marks then have equal pixels, and the
-        bitmap is smaller by a sixth.
+        bitmap is about 17 % smaller.
         """
         if self.is_large:
             png = draw_png(draw_umap_svg(spec, rows, decimals=0), scale=1)
@@ -97,38 +103,48 @@ class PageCharts:
         return base64.b64encode(png).decode()
 
     def save(self, folder: Path) -> None:
-        """Write each chart to `folder` as SVG and CSV. Remove files of an earlier page.
+        """Write each chart to `folder` as SVG and CSV. Remove the files of an earlier page.
 
-        LIST has the names of the page's files, because a user may keep others in the folder.
+        A user may keep other files in the folder. They stay as they are, because FILE_LIST has the
+        names of all files that a page wrote. Raise DataError if FILE_LIST is not a list.
         """
-        listed = folder / LIST
-        names = read_json(listed) if listed.exists() else []
-        for old in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
-            if old.name in names:
-                old.unlink()
-        texts = self._make_files()
-        write_json(listed, [*texts])
-        for name, text in texts.items():
+        file_list = folder / FILE_LIST
+        old_names = read_json(file_list) if file_list.exists() else []
+        if not isinstance(old_names, list):
+            raise DataError(f"{file_list}: expected a list of file names; delete the file")
+        for old_file in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
+            if old_file.name in old_names:
+                old_file.unlink()
+        text_by_name = self._make_files({path.stem for path in folder.glob("*")})
+        write_json(file_list, [*text_by_name])
+        for name, text in text_by_name.items():
             write_text(folder / name, text)
 
-    def _make_files(self) -> dict[str, str]:
-        """Text of the SVG and the CSV of each chart, by file name."""
-        texts = {}
+    def _make_files(self, taken_stems: set[str]) -> dict[str, str]:
+        """Make the text of the SVG and the CSV of each chart, by file name.
+
+        `taken_stems` are the names of other files in the folder, without suffixes. A chart of such a
+        name gets underscores behind its name.
+        """
+        text_by_name = {}
         for number, (chart, svg) in enumerate(self.charts, start=1):
-            words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:MAX_NAME]
-            name = f"{number:03}_{words}"
-            texts[f"{name}.svg"] = svg.replace("currentColor", "#222222")
+            words = re.sub(r"[^A-Za-z0-9.-]+", "_", chart.title).strip("_.")[:MAX_TITLE_CHARS]
+            stem = f"{number:03}_{words}"
+            while stem in taken_stems:
+                stem += "_"
+            # attributes are in quotes, so a text of a user that contains the word stays as it is
+            text_by_name[f"{stem}.svg"] = svg.replace('"currentColor"', f'"{DARK_GREY}"')
             columns = chart.csv_columns
             rows = [list(columns), *zip(*columns.values())]
             lines = [",".join(map(_to_csv_cell, row)) for row in rows]
-            texts[f"{name}.csv"] = "\n".join(lines) + "\n"
-        return texts
+            text_by_name[f"{stem}.csv"] = "\n".join(lines) + "\n"
+        return text_by_name
 
     @property
     def payload(self) -> str:
-        """Charts and deferred details for the page's script: JSON, compressed by zlib, in base64.
+        """Charts and deferred details for the page's script, as JSON, compressed by zlib, in base64.
 
-        It has only what was added before, so the page reads it after all sections.
+        The payload has only what was added before. So page.html reads it after all sections.
         """
         charts = []
         for chart, _ in self.charts:
@@ -151,9 +167,10 @@ class PageCharts:
 
 
 def _to_csv_cell(value: Any) -> str:
-    """The value as a cell, with an apostrophe before a text that a spreadsheet would evaluate.
+    """The value as a cell of a CSV file. A text that a spreadsheet would evaluate gets an apostrophe.
 
-    The csv module of Python 3.11 does not quote a carriage return, which ends a row.
+    The csv module is not used: in Python 3.11, it leaves a carriage return unquoted, which would end
+    the row.
     """
     text = "" if value is None else str(value)
     if isinstance(value, str) and value.startswith(FORMULA_STARTS):

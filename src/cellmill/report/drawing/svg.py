@@ -1,4 +1,4 @@
-"""Static pictures of charts, as SVG, which vl-convert draws from Vega-Lite specifications."""
+"""Static pictures of charts as SVG. vl-convert draws them from Vega-Lite specifications."""
 
 import re
 
@@ -6,19 +6,22 @@ import vl_convert
 
 from cellmill.report.drawing.chart import Spec
 
-# attributes without effect: for pointers and screen readers, or equal to the default
 WITHOUT_EFFECT = re.compile(
     r' (?:aria-[a-z]+|role|class|pointer-events)="[^"]*"| opacity="1"| d=""'
 )
+"""Attributes that change no pixel: only pointers and screen readers use them, or they are a default."""
 LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?:e-\d+)?")
+"""A number with at least three decimals."""
 
 
-def draw_svg(spec: Spec, number: int) -> str:
-    """Chart `number` of a page as a standalone SVG. `spec` contains the data."""
+def draw_svg(spec: Spec, chart_index: int) -> str:
+    """Draw chart `chart_index` of a page as a standalone SVG. `spec` contains the data."""
     svg = vl_convert.vegalite_to_svg(drop_selections(spec))
-    # number the ids within this chart: vl-convert counts them over the whole process
+    # vl-convert counts ids over the whole process. Number them within this chart, so that equal
+    # charts give equal pictures. The index of the chart keeps ids unique on the page.
     old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
-    new_ids = {old: f"f{number}-{index}" for index, old in enumerate(old_ids)}
+    new_ids = {old: f"f{chart_index}-{index}" for index, old in enumerate(old_ids)}
+    # an id is defined by id="…", and used by url(#…) or href="#…"
     renamed = re.sub(
         r'(id="|url\(#|href="#)([\w-]+)',
         lambda match: match[1] + new_ids.get(match[2], match[2]),
@@ -28,20 +31,24 @@ def draw_svg(spec: Spec, number: int) -> str:
 
 
 def drop_selections(spec: Spec) -> Spec:
-    """The specification without what only a pointer uses."""
+    """Return the specification without selections, which need a pointer."""
     static = {key: part for key, part in spec.items() if key != "params"}
     if "params" in spec:
-        # as long as nothing is selected, all marks have the opacity of selected ones
+        # while nothing is selected, all marks have the opacity of selected marks
         opacity = {"value": spec["encoding"]["opacity"]["condition"]["value"]}
         static["encoding"] = spec["encoding"] | {"opacity": opacity}
     return static
 
 
 def minify(svg: str) -> str:
-    """The SVG without attributes that change no pixel, and with two decimals in its numbers."""
+    """Return the SVG without attributes that change no pixel, and with two decimals in its numbers.
+
+    Texts between tags stay as they are.
+    """
     return re.sub(r"<[^>]*>", _minify_tag, svg)
 
 
 def _minify_tag(match: re.Match[str]) -> str:
+    """Return a matched tag without attributes that change no pixel, and with rounded numbers."""
     tag = WITHOUT_EFFECT.sub("", match[0])
     return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.2f}", tag)

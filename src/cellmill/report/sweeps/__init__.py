@@ -1,5 +1,7 @@
-"""Results of the runs of a sweep, side by side.
+"""Results of the runs of a sweep.
 
-`rows` makes the rows of results.csv. From these, `scalings` makes curves over the axes of numbers,
-with the `scaling_law` of the lowest validation loss.
+- `rows` makes the rows of results.csv.
+- `scalings` makes curves from these rows: how a value changes with the size of the data or model,
+  or with another number that the sweep varies.
+- `scaling_law` fits a power law to a curve of the lowest validation loss.
 """

@@ -1,4 +1,4 @@
-"""Rows of results.csv: one for each run of a sweep and each value by which it was judged."""
+"""Rows of results.csv. There is a row for each run of a sweep and each value by which it was judged."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -6,53 +6,60 @@ from typing import Any
 
 from cellmill.report.collect import ReportedRun
 from cellmill.report.schemas import JsonObject, PlanSchema
-from cellmill.report.task_table import list_figures, list_values
+from cellmill.report.task_table import list_figures, list_row_values
 from cellmill.runs.results import TaskResult
 
 TableColumn = tuple[str, str, str]
-"""Dataset, task and metric. Values are comparable only within such a column of a task's table."""
+"""Dataset, task and metric: a column in a task's table.
+
+Two values can be compared only if they are in the same column.
+"""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Key of a value: a metric of one method in a task, or a figure of a task.
+    """What a value measures: a metric of one method in a task, or a figure of a task.
 
-    A run has one value of each. A curve shows how the value changes over runs.
+    A run has at most one value of each measure. A curve shows how this value changes over runs.
     """
 
     dataset: str
     task: str
     row: str | None  # name of the method; None for a figure and for LOSS
-    metric: str
+    metric: str  # name of the metric or the figure
 
     @property
     def table_column(self) -> TableColumn:
-        """The column of the task's table that has the value."""
+        """The column of the task's table that has the values of this measure."""
         return self.dataset, self.task, self.metric
 
 
 LOSS = Measure(dataset="", task="validation", row=None, metric="lowest_val_loss")
-"""The lowest validation loss of a run, also if another metric chooses its best checkpoint."""
+"""The lowest validation loss of a run.
+
+It is this loss even if another metric chooses the best checkpoint of the run.
+"""
 
 
 @dataclass(frozen=True)
 class SweepRow:
     """A row of results.csv: a value by which a run was judged."""
 
-    # by column, the run's name, axes, sizes and costs: equal in all its rows
+    # name, options, sizes and costs of the run, by column; equal in all rows of the run
     run_values: JsonObject
     measure: Measure
-    kind: str  # kind of the method; model for a figure and for LOSS
+    kind: str  # kind of the method; `model` for a figure and for LOSS
     value: float
-    sd: float | None = None  # standard deviation over repetitions, if there were several
-    is_best_baseline: bool = False  # True for the best baseline of the run
-    training_key: str = ""  # of `_make_training_key`
+    sd: float | None = None  # standard deviation over repetitions; None if there was only one
+    is_best_baseline: bool = False  # True for the best baseline in the run's task
+    # equal for runs that learn the same from the same data (`_make_training_key`)
+    training_key: str = ""
     lower_is_better: bool = False
 
     def to_csv_row(self) -> JsonObject:
-        """The row of results.csv: values by column.
+        """Make the row of results.csv: values by column.
 
-        LOSS and figures belong to no method: they are of the model, so that is their name and kind.
+        LOSS and figures belong to no method. Their name and kind is `model`.
         """
         measure = self.measure
         return self.run_values | {
@@ -67,9 +74,11 @@ class SweepRow:
 
 
 def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow]:
-    """Rows of a run: its lowest validation loss, then the values of each task that was not skipped.
+    """List the rows of a run.
 
-    `axis_values` are the run's values of the options that the sweep varies, by option.
+    The first row has the lowest validation loss of the run. Then come the values of each task that
+    was not skipped. `axis_values` are the run's values of the options that the sweep varies, by
+    option.
     """
     plan = run.plan or PlanSchema()
     run_values = {
@@ -88,34 +97,37 @@ def list_rows(run: ReportedRun, axis_values: Mapping[str, Any]) -> list[SweepRow
         rows.append(SweepRow(run_values, LOSS, "model", loss, lower_is_better=True))
     if run.evaluation is not None:
         for dataset_name, task, result in run.evaluation.results():
-            if result.skipped is None:  # a skipped task may have figures
+            # a skipped task may have figures, which are not listed
+            if result.skipped is None:
                 rows += _list_task_rows(run_values, dataset_name, task, result)
     training_key = _make_training_key(run)
     return [replace(row, training_key=training_key) for row in rows]
 
 
 def _make_training_key(run: ReportedRun) -> str:
-    """Text that is equal for runs whose models may differ in size, but in nothing that is learned.
+    """Make a text that is equal for runs that learn the same from the same data.
 
-    These have the same family, objective, tokens and training data.
+    Such runs have the same family, objective, tokens and training data. Their models may differ in
+    size.
     """
     options = run.options.content
+    family = run.options.model.family
     fingerprint = None if run.run_record is None else run.run_record.fingerprint
-    sections = options.get("objective"), options.get("tokens")
-    return str([run.options.model.family, *sections, fingerprint])
+    return str([family, options.get("objective"), options.get("tokens"), fingerprint])
 
 
 def _list_task_rows(
     run_values: JsonObject, dataset_name: str, task: str, result: TaskResult
 ) -> Iterator[SweepRow]:
-    """Values of one task: of each ranked row, the metric that ranks it.
+    """List the values of one task.
 
-    If no metric ranks the rows, these are all values of each row. If the task has no rows, they are
-    its figures.
+    If a metric ranks the rows of the task, there is one value for each ranked row: its value of the
+    metric. If no metric ranks the rows, all values of each row are listed. If the task has no rows,
+    its figures are listed.
     """
     best_baseline = None
     if result.metric is None:
-        values_by_row = [(row, list_values(row)) for row in result.rows]
+        values_by_row = [(row, list_row_values(row)) for row in result.rows]
     else:
         best_baseline = result.best_baseline(result.metric)
         values_by_row = [

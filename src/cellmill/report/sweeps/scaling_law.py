@@ -1,8 +1,10 @@
-"""Power law of the lowest validation loss over sizes, loss = floor + factor * size ** -exponent.
+"""Power law of the lowest validation loss over sizes: loss = floor + factor * size ** -exponent.
 
-It is fitted to runs of several sizes as in Hoffmann et al. 2022 (Training compute-optimal large
-language models, section 3.3): L-BFGS minimises the Huber loss of log residuals, divided by its
-delta, from a grid of initial values. The exponent's interval is bootstrapped over runs.
+The law is fitted to runs of several sizes, as in Hoffmann et al. 2022 (Training compute-optimal
+large language models, section 3.3). A residual is the logarithm of the predicted loss minus the
+logarithm of the measured loss. L-BFGS minimises the Huber loss of the residuals. It starts from each
+point of a grid of initial values, and the best fit is taken. The interval of the exponent is from a
+bootstrap over runs.
 """
 
 from collections.abc import Sequence
@@ -15,21 +17,22 @@ import numpy as np
 
 from cellmill.report.text import with_noun
 
-MIN_SIZES = 4  # one more than the law has parameters
-HUBER_DELTA = 1e-3  # log units; the Huber loss is quadratic below it
-BOOTSTRAPS = 200  # draws of runs with replacement
+MIN_SIZES = 4  # a fit needs at least one size more than the law has parameters
+HUBER_DELTA = 1e-3  # the Huber loss is quadratic for residuals up to this, in log units
+BOOTSTRAPS = 200  # number of draws of runs with replacement
 INTERVAL_QUANTILES = (0.025, 0.975)  # ends of a 95 % interval
-# bounds of a fit; larger exponents fit noise, and e ** 50 is beyond any loss or factor
-MAX_EXPONENT = 3.0
-MAX_ABS_LOG = 50.0
-# an interval of the exponent that reaches outside these touches a bound of the fit
+# Bounds of a fit.
+MAX_EXPONENT = 3.0  # larger exponents would fit noise
+MAX_ABS_LOG = 50.0  # bound of the logarithms of factor and floor; e ** 50 is beyond any of them
+# The exponent is undetermined if its interval reaches one of these, which are close to the bounds of
+# a fit, 0 and MAX_EXPONENT.
 MIN_DETERMINED = 0.01
 MAX_DETERMINED = 0.99 * MAX_EXPONENT
-MIN_LOSS_RANGE = 1e-9  # keeps the logarithm of the range finite if all losses are equal
+MIN_LOSS_RANGE = 1e-9  # keeps the logarithm of the range of losses finite if all losses are equal
 INITIAL_FLOORS = (0.3, 0.7, 0.98)
-"""Floors at which fits start, as fractions of the lowest loss."""
+"""Values of the floor at which fits start, as fractions of the lowest loss."""
 INITIAL_EXPONENTS = (0.1, 0.3, 0.7, 1.2)
-"""Exponents at which fits start."""
+"""Values of the exponent at which fits start."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +43,20 @@ class Law:
     floor: float  # loss at infinite size
     factor: float
     exponent: float
-    exponent_low: float  # 95 % interval
-    exponent_high: float
+    exponent_low: float  # lower end of the exponent's 95 % interval
+    exponent_high: float  # upper end of this interval
 
 
 @dataclass(frozen=True)
 class NoLaw:
-    """Losses that support no law."""
+    """Result of a fit to losses that support no power law."""
 
     is_fitted: ClassVar[bool] = False
-    reason: str
+    reason: str  # why they support no law
 
 
 def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
-    """The law of `losses` over `sizes`, both (runs,)."""
+    """Fit a power law to `losses` over `sizes`, both (runs,). Return the reason if they support none."""
     size = np.asarray(sizes, np.float64)
     loss = np.asarray(losses, np.float64)
     n_sizes = len(np.unique(size))
@@ -61,22 +64,25 @@ def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
         return NoLaw(f"{with_noun(n_sizes, 'size')}; a law with a floor needs {MIN_SIZES}")
     if not (np.isfinite(loss).all() and loss.min() > 0 and size.min() > 0):
         return NoLaw("a loss or size is not a positive finite number")
-    # Divide sizes by their geometric mean. The factor is then the power's height in the middle of
-    # the data; at size 1, far from them, it would change with each step of the exponent.
+
+    # Fit over sizes divided by their geometric mean. The factor is then the height of the power
+    # above the floor in the middle of the data. Over undivided sizes, the factor would be the height
+    # at size 1, far from the data. A small change of the exponent would then change it much.
     scale = float(np.exp(np.log(size).mean()))
     relative_size = size / scale
     fitted = _fit(relative_size, loss, _list_initial_values(loss))
     low, high = _bootstrap_interval(relative_size, loss, fitted)
     if low <= MIN_DETERMINED or high >= MAX_DETERMINED:
         return NoLaw(f"the exponent is not determined: 95 % interval {low:.2f} to {high:.2f}")
-    log_factor, log_floor, exponent = fitted.tolist()
+
     # convert the factor to undivided sizes
+    log_factor, log_floor, exponent = fitted.tolist()
     factor = float(np.exp(log_factor) * scale**exponent)
     return Law(float(np.exp(log_floor)), factor, exponent, low, high)
 
 
 def _list_initial_values(loss: np.ndarray) -> list[np.ndarray]:
-    """Parameters (log factor, log floor, exponent) at which fits start, each (3,) float64."""
+    """List the parameters (log factor, log floor, exponent) at which fits start, each (3,) float64."""
     log_factor = np.log(np.ptp(loss) + MIN_LOSS_RANGE)
     initial_values = []
     for floor_frac, exponent in product(INITIAL_FLOORS, INITIAL_EXPONENTS):
@@ -88,12 +94,16 @@ def _list_initial_values(loss: np.ndarray) -> list[np.ndarray]:
 def _bootstrap_interval(
     size: np.ndarray, loss: np.ndarray, fitted: np.ndarray
 ) -> tuple[float, float]:
-    """95 % interval of the exponent over draws of runs with replacement. Fits start from `fitted`."""
+    """Find the 95 % interval of the exponent, over draws of runs with replacement.
+
+    `size` and `loss` are (runs,) float64. `fitted` are the parameters fitted to all runs, at which
+    the fit to each draw starts.
+    """
     generator = np.random.Generator(np.random.Philox(key=0))
     exponents: list[float] = []
     while len(exponents) < BOOTSTRAPS:
         runs = generator.integers(len(size), size=len(size))
-        # three sizes still determine the law's three parameters
+        # a draw with fewer than three sizes is repeated: it cannot determine three parameters
         if len(np.unique(size[runs])) >= MIN_SIZES - 1:
             _, _, exponent = _fit(size[runs], loss[runs], [fitted])
             exponents.append(float(exponent))
@@ -102,11 +112,12 @@ def _bootstrap_interval(
 
 
 def _fit(size: np.ndarray, loss: np.ndarray, initial_values: Sequence[np.ndarray]) -> np.ndarray:
-    """Parameters (log factor, log floor, exponent) of the best fit, (3,) float64.
+    """Fit the parameters (log factor, log floor, exponent) of the law, (3,) float64.
 
-    `size` and `loss` are (runs,) float64. A fit starts from each of `initial_values`.
+    `size` and `loss` are (runs,) float64. A fit starts from each of `initial_values`, and the best of
+    these fits is returned.
     """
-    # imported here because the report imports this module for `Law` and never fits
+    # scipy is imported here because the report imports this module for `Law`, and never fits
     minimize = import_module("scipy.optimize").minimize
     log_size = np.log(size)
     log_loss = np.log(loss)
@@ -133,20 +144,28 @@ def _fit(size: np.ndarray, loss: np.ndarray, initial_values: Sequence[np.ndarray
 def _compute_huber_loss(
     parameters: np.ndarray, log_size: np.ndarray, log_loss: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Huber loss of the log residuals divided by HUBER_DELTA, summed over runs, and its gradient.
+    """Compute the Huber loss of the residuals, summed over runs. Return the loss and its gradient.
 
-    The division gives the linear parts slopes of ±1, and leaves the minimum where it is. The
-    gradient is by the parameters, (3,) float64. `log_size` and `log_loss` are (runs,) float64.
+    `parameters` are (log factor, log floor, exponent), (3,) float64. `log_size` and `log_loss` are
+    (runs,) float64. The gradient is by the parameters, (3,) float64.
+
+    The loss is divided by HUBER_DELTA, so that it has slopes of ±1 where it is linear. The division
+    does not move the minimum.
     """
+    # log of the prediction factor * size ** -exponent + floor
     log_factor, log_floor, exponent = parameters
     log_power = log_factor - exponent * log_size
     predicted = np.logaddexp(log_power, np.full_like(log_size, log_floor))
     residual = predicted - log_loss
+
+    # the Huber loss is quadratic for small residuals, and linear for large ones
     distance = np.abs(residual)
     quadratic = residual**2 / (2 * HUBER_DELTA)
     huber = np.where(distance <= HUBER_DELTA, quadratic, distance - HUBER_DELTA / 2).sum()
-    slope = np.clip(residual / HUBER_DELTA, -1, 1)  # gradient of the divided loss by residual
-    power_frac = np.exp(log_power - predicted)  # fraction of the prediction above the floor
+
+    # gradient by the chain rule: of the loss by each residual, times the residual by each parameter
+    slope = np.clip(residual / HUBER_DELTA, -1, 1)  # (runs,), loss by residual
+    power_frac = np.exp(log_power - predicted)  # (runs,), part of the prediction above the floor
     gradient = [
         slope @ power_frac,
         slope @ (1 - power_frac),

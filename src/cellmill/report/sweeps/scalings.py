@@ -1,14 +1,16 @@
-"""Scaling curves of a sweep: each measure over sizes, such as numbers of cells.
+"""Scaling curves of a sweep. They show how values change with sizes, such as numbers of cells.
 
-From rows of results.csv to curves:
+Four steps lead from the rows of results.csv to the curves:
 
-1. A *measure* is a value that each run has, such as the accuracy of one method in one task.
-2. An *axis* is an option that the sweep varies. Its *size column*, of results.csv, has the x values:
-   `cells` for the fraction of the corpus, `parameters` for options that change only the size of the
-   model, or else the axis itself.
-3. A *scaling* is a measure over an axis: a curve for each combination of values on the other axes,
-   with a point for each size, the mean over seeds.
-4. A law is fitted to each curve of the loss, if its sizes are amounts of data, model or training.
+1. A *measure* says what a value measures, such as the accuracy of one method in one task. A run has
+   one value of each measure.
+2. An *axis* is an option that the sweep varies. The *size column* of an axis is the column of
+   results.csv with the x values. It is `cells` for the fraction of the corpus. It is `parameters`
+   for an option that changes only the size of the model. For other options it is the axis itself.
+3. A *scaling* has the curves of one measure over one axis. There is a curve for each combination of
+   values on the other axes, except the seed. A curve has a point for each size: the mean over seeds.
+4. A power law is fitted to each curve of the loss, if the sizes are amounts of data, model or
+   training.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -28,38 +30,50 @@ from cellmill.report.text import to_words
 SEED = "train.seed"
 TRAIN_FRAC = "stream.train_frac"
 LAW_COLUMNS = ("cells", "parameters", TRAIN_FRAC, "train.steps", "train.epochs")
-"""Amounts of data, model or training. Over other numbers, such as rates, a power law has no meaning."""
+"""Size columns that are amounts of data, model or training.
+
+Over other numbers, such as learning rates, a power law has no meaning.
+"""
 
 Key = TypeVar("Key", bound=Hashable)
+"""Key by which rows are grouped."""
 RowsByMeasure = dict[Measure, list[SweepRow]]
 
 
 @dataclass(frozen=True)
 class SizePoint:
-    """A point of a curve: mean and standard deviation over runs that differ only in their seeds."""
+    """A point of a curve. It summarises the runs of one size, which differ only in their seeds."""
 
-    size: float  # the x value, from the scaling's size column
-    mean: float
-    sd: float | None  # None for a single run
+    size: float  # x value, from the size column of the scaling
+    mean: float  # mean over the runs
+    sd: float | None  # standard deviation over the runs; None for a single run
     n: int  # number of runs
 
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Points of runs that have the same values on all axes, except the scaling's own and the seeds."""
+    """Curve of the runs that have the same values on the other axes, except the seed.
 
-    # these axes and values, such as `model.hidden 64, train.lr 0.1`; empty without further axes
+    The other axes are all axes of the sweep but the axis of the scaling.
+    """
+
+    # the other axes with their values, such as `model.hidden 64, train.lr 0.1`; empty if the sweep
+    # has no other axes
     name: str
     points: Annotated[list[SizePoint], Field(min_length=1)]  # sorted by size
-    law: Law | NoLaw | None  # only of LOSS, over one of LAW_COLUMNS
+    law: Law | NoLaw | None  # None unless the measure is LOSS, and the size column in LAW_COLUMNS
 
 
 @dataclass(frozen=True)
 class BestBaseline:
-    """The best baseline in a column: the one with the best mean, of the runs' best baselines."""
+    """The best baseline in a column of a task's table, over all runs of the sweep.
+
+    The candidates are baselines that are the best in at least one run. The candidate with the best
+    mean over runs is chosen.
+    """
 
     name: str
-    value: float  # mean over the runs
+    value: float  # mean over runs
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,8 @@ class Scaling:
     """Curves of one measure over the sizes of one axis."""
 
     axis: str  # option that the sweep varies
-    # column of results.csv with the sizes, such as cells or parameters; `quantity` in files of
-    # earlier versions
+    # column of results.csv with the sizes, such as cells or parameters. The key in files of earlier
+    # versions is `quantity`.
     size_column: Annotated[str, Field(validation_alias=AliasChoices("size_column", "quantity"))]
     measure: Measure
     curves: list[ScalingCurve]
@@ -76,7 +90,10 @@ class Scaling:
 
     @property
     def x_title(self) -> str:
-        """The size column, and the axis if it is another column: `parameters (model.layers)`."""
+        """Title of the x axis, such as `parameters (model.layers)`.
+
+        The title is the size column, followed by the axis of the sweep if it is another column.
+        """
         if self.size_column == self.axis:
             return self.axis
         return f"{to_words(self.size_column)} ({self.axis})"
@@ -84,16 +101,16 @@ class Scaling:
 
 @dataclass(frozen=True)
 class SweepCurves:
-    """Content of curves.json."""
+    """Content of curves.json, the file with the curves of a sweep."""
 
-    name: str  # of the sweep
-    axes: list[str]
+    name: str  # name of the sweep
+    axes: list[str]  # options that the sweep varies
     n_runs: int
     scalings: list[Scaling]
 
 
 def read_sweep(path: Path) -> SweepCurves:
-    """Read curves.json of a sweep. Raise DataError if it is damaged."""
+    """Read curves.json of a sweep. Raise DataError if the file is absent or damaged."""
     try:
         return TypeAdapter(SweepCurves).validate_python(read_own_json(path))
     except ValidationError as error:
@@ -101,14 +118,14 @@ def read_sweep(path: Path) -> SweepCurves:
 
 
 def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling]:
-    """A scaling for each axis with a size column and each measure that `_choose_measures` returns.
+    """Make a scaling for each pair of an axis and a measure.
 
-    It has a curve for each combination of values on the other axes except seeds, and the best
-    baseline of the measure's column.
+    Axes without sizes, such as the seed, have no scaling. Only measures that `_choose_measures`
+    chooses have a scaling. `axes` are the options that the sweep varies.
     """
-    by_measure = _group(rows, lambda row: row.measure)
-    measures = _choose_measures(by_measure)
-    baselines = _find_best_baselines(by_measure)
+    rows_by_measure = _group(rows, lambda row: row.measure)
+    measures = _choose_measures(rows_by_measure)
+    baseline_by_column = _find_best_baselines(rows_by_measure)
     scalings = []
     for axis in axes:
         other_axes = [name for name in axes if name not in (axis, SEED)]
@@ -117,78 +134,91 @@ def make_scalings(rows: Sequence[SweepRow], axes: Sequence[str]) -> list[Scaling
             continue
         for measure in measures:
             may_have_law = measure == LOSS and size_column in LAW_COLUMNS
-            curves = _make_curves(by_measure[measure], axis, other_axes, size_column, may_have_law)
-            scalings.append(
-                Scaling(axis, size_column, measure, curves, baselines.get(measure.table_column))
-            )
+            measure_rows = rows_by_measure[measure]
+            curves = _make_curves(measure_rows, axis, other_axes, size_column, may_have_law)
+            baseline = baseline_by_column.get(measure.table_column)
+            scalings.append(Scaling(axis, size_column, measure, curves, baseline))
     return scalings
 
 
-def _group(rows: Iterable[SweepRow], key: Callable[[SweepRow], Key]) -> dict[Key, list[SweepRow]]:
-    """Rows by their key. Keys are in the order in which they first appear."""
-    groups: dict[Key, list[SweepRow]] = {}
+def _group(
+    rows: Iterable[SweepRow], make_key: Callable[[SweepRow], Key]
+) -> dict[Key, list[SweepRow]]:
+    """Group rows by their keys. Keys are in the order in which they first appear."""
+    rows_by_key: dict[Key, list[SweepRow]] = {}
     for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
+        rows_by_key.setdefault(make_key(row), []).append(row)
+    return rows_by_key
 
 
-def _choose_measures(by_measure: RowsByMeasure) -> list[Measure]:
-    """Measures to draw: the loss, then the model's best row in each column.
+def _choose_measures(rows_by_measure: RowsByMeasure) -> list[Measure]:
+    """Choose the measures to draw, in the order of the page.
 
-    Of the model's rows (features and classifier), the best has the best mean over runs. Task probe
-    comes first, then tables of other tasks, then figures. A measure with one value in all runs is
-    left out, except the loss.
+    In each column of a task's table, the row of the model with the best mean over runs is chosen. A
+    row is a pair of features and classifier. The loss comes first, then task probe, then the tables
+    of other tasks, then figures. A measure with the same value in all runs is left out, unless it is
+    the loss.
     """
-    of_model = {measure: rows for measure, rows in by_measure.items() if rows[0].kind == "model"}
+    model_rows_by_measure = {
+        measure: rows for measure, rows in rows_by_measure.items() if rows[0].kind == "model"
+    }
     drawn = [
         measure
-        for measure in _find_best_measures(of_model).values()
-        if measure == LOSS or len({*_list_values(by_measure[measure])}) > 1
+        for measure in _find_best_measures(model_rows_by_measure).values()
+        if measure == LOSS or len({*_list_values(rows_by_measure[measure])}) > 1
     ]
+    # False comes before True
     return sorted(
         drawn, key=lambda measure: (measure != LOSS, measure.task != "probe", measure.row is None)
     )
 
 
-def _find_best_baselines(by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
-    """The best baseline in each column, of those that are the best of some run."""
+def _find_best_baselines(rows_by_measure: RowsByMeasure) -> dict[TableColumn, BestBaseline]:
+    """Find the best baseline in each column, among the baselines that are the best in some run."""
     candidates = {
         measure: rows
-        for measure, rows in by_measure.items()
+        for measure, rows in rows_by_measure.items()
         if any(row.is_best_baseline for row in rows)
     }
-    best = {}
+    baseline_by_column = {}
     for column, measure in _find_best_measures(candidates).items():
         assert measure.row is not None  # figures have no baseline
-        mean = float(np.mean(_list_values(by_measure[measure])))
-        best[column] = BestBaseline(measure.row, mean)
-    return best
+        mean = float(np.mean(_list_values(rows_by_measure[measure])))
+        baseline_by_column[column] = BestBaseline(measure.row, mean)
+    return baseline_by_column
 
 
-def _find_best_measures(by_measure: RowsByMeasure) -> dict[TableColumn, Measure]:
-    """In each column, the measure with the best mean over all runs."""
-    means = {}  # with the sign that makes higher better
-    for measure, rows in by_measure.items():
+def _find_best_measures(rows_by_measure: RowsByMeasure) -> dict[TableColumn, Measure]:
+    """Find the measure with the best mean over all runs in each column."""
+    # means with the sign that makes higher better
+    signed_mean_by_measure = {}
+    for measure, rows in rows_by_measure.items():
         sign = -1 if rows[0].lower_is_better else 1
-        means[measure] = sign * float(np.mean(_list_values(rows)))
-    best: dict[TableColumn, Measure] = {}
-    for measure in sorted(means, key=means.__getitem__, reverse=True):
-        best.setdefault(measure.table_column, measure)
-    return best
+        signed_mean_by_measure[measure] = sign * float(np.mean(_list_values(rows)))
+    # the first measure of a column is the best one
+    best_by_column: dict[TableColumn, Measure] = {}
+    best_first = sorted(
+        signed_mean_by_measure, key=signed_mean_by_measure.__getitem__, reverse=True
+    )
+    for measure in best_first:
+        best_by_column.setdefault(measure.table_column, measure)
+    return best_by_column
 
 
 def _list_values(rows: Sequence[SweepRow]) -> list[float]:
+    """List the values of the rows."""
     return [row.value for row in rows]
 
 
 def _choose_size_column(
     rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]
 ) -> str | None:
-    """The size column of an axis; None if it has no sizes, so that no curve is drawn over it.
+    """Choose the size column of an axis. Return None if no curve can be drawn over the axis.
 
-    It is `cells` for fractions of the corpus. It is `parameters` if the axis changes the size of
-    the model and not what it learns. Otherwise it is the axis, if its values are numbers. Seeds,
-    and an axis with a single value, have none.
+    - Seeds, and an axis with a single value, have no size column.
+    - For fractions of the corpus, it is `cells`, if all runs have their number of cells.
+    - It is `parameters` if the axis changes the size of the model, and nothing else.
+    - Otherwise it is the axis itself, if all its values are numbers.
     """
     if axis == SEED or len({str(row.run_values[axis]) for row in rows}) < 2:
         return None
@@ -201,24 +231,30 @@ def _choose_size_column(
 
 
 def _is_axis_of_sizes(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]) -> bool:
-    """True if values of the axis differ in their number of parameters, and runs in nothing learned.
+    """True if the axis changes the size of the model, and nothing else.
 
-    Only runs with the same values on `other_axes` are compared. Some of them must have two values
-    of the axis.
+    The runs are compared in groups that have the same values on `other_axes`. In each group, every
+    value of the axis must have its own number of parameters, and all runs must learn the same from
+    the same data. At least one group must have two values of the axis.
     """
-    has_several = False
-    for group in _group(rows, lambda row: _list_values_on(row, other_axes)).values():
-        sizes = {(str(row.run_values[axis]), row.run_values["parameters"]) for row in group}
-        numbers = {n_parameters for _, n_parameters in sizes}
-        values = {value for value, _ in sizes}
-        are_distinct = None not in numbers and len(sizes) == len(numbers) == len(values)
-        if not are_distinct or len({row.training_key for row in group}) > 1:
+    has_several_values = False
+    for group in _group(rows, lambda row: _get_values_on(row, other_axes)).values():
+        pairs = {(str(row.run_values[axis]), row.run_values["parameters"]) for row in group}
+        axis_values = {axis_value for axis_value, _ in pairs}
+        parameter_counts = {n_parameters for _, n_parameters in pairs}
+        # the sets are equally large if each value has one number of parameters, and each number one
+        # value
+        is_one_to_one = len(pairs) == len(axis_values) == len(parameter_counts)
+        if None in parameter_counts or not is_one_to_one:
             return False
-        has_several |= len(values) > 1
-    return has_several
+        if len({row.training_key for row in group}) > 1:
+            return False
+        has_several_values |= len(axis_values) > 1
+    return has_several_values
 
 
-def _list_values_on(row: SweepRow, axes: Sequence[str]) -> tuple[Any, ...]:
+def _get_values_on(row: SweepRow, axes: Sequence[str]) -> tuple[Any, ...]:
+    """Values of the row's run on each of `axes`."""
     return tuple(row.run_values[axis] for axis in axes)
 
 
@@ -229,12 +265,13 @@ def _make_curves(
     size_column: str,
     may_have_law: bool,
 ) -> list[ScalingCurve]:
-    """A curve over `size_column` for each combination of values on `other_axes`.
+    """Make a curve over `size_column` for each combination of values on `other_axes`.
 
-    A law is fitted to each curve if `may_have_law`.
+    `rows` are the rows of one measure. If `may_have_law` is True, a power law is fitted to each
+    curve.
     """
     curves = []
-    groups = _group(rows, lambda row: _list_values_on(row, other_axes))
+    groups = _group(rows, lambda row: _get_values_on(row, other_axes))
     for values, group in groups.items():
         law = None
         if may_have_law:
@@ -245,7 +282,10 @@ def _make_curves(
 
 
 def _average_over_seeds(rows: Sequence[SweepRow], axis: str, size_column: str) -> list[SizePoint]:
-    """A point for each value of the axis, by ascending size. Two values may have one size."""
+    """Make a point for each value of the axis, by ascending size.
+
+    Two values of the axis that have the same size have two points.
+    """
     points = []
     groups = _group(rows, lambda row: (row.run_values[size_column], str(row.run_values[axis])))
     for (size, _), group in sorted(groups.items()):
