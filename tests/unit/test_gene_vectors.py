@@ -16,7 +16,7 @@ from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.errors import ConfigError, DataError
-from cellmill.finetune.method import load_method, trained_names
+from cellmill.finetune.method import load_method, make_is_trained
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, load_model, scale_vectors
@@ -245,7 +245,7 @@ def spec_of(family: str, n_genes: int = N_GENES, **options: Any) -> ModelSpec:
 def model_of(family: str, tmp_path: Path, **options: Any) -> tuple[Any, torch.Tensor]:
     """A model with vectors of the first 45 genes, laid out as a training lays it out; its table."""
     model = build(spec_of(family, **options))
-    freeze(model, trained_names(load_method(train_options().finetune), model))
+    freeze(model, make_is_trained(load_method(train_options().finetune), model))
     path = write_npy(tmp_path / f"{family}.npy", GENES[:45], vectors_of())
     table, _ = read_gene_vectors(path, VOCABULARY, DIM)
     materialize(

@@ -18,7 +18,7 @@ from cellmill.config.parts.tokens import Tokens
 from cellmill.config.run import Train
 from cellmill.data.stream.batch import Batch
 from cellmill.files import write_json
-from cellmill.finetune.method import Method, load_method, trained_names
+from cellmill.finetune.method import Method, load_method, make_is_trained
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, write_tensors
@@ -104,7 +104,7 @@ def tuned(family: str, method: str) -> tuple[Model, Method, dict[str, torch.Tens
     made = load_method(MethodConfig.model_validate(METHODS[method]))
     given = spec_of(family)
     model = build(given, made.transform)
-    freeze(model, trained_names(made, model))
+    freeze(model, make_is_trained(made, model))
     materialize(model, torch.device("cpu"), initial_tensors(model, 0, None, None))
     before = tensors_of(model)
     batch = cells(given.tokens)
@@ -135,7 +135,7 @@ def test_a_merged_model_equals_the_adapted_one(family: str, method: str) -> None
     model, made, before = tuned(family, method)
     given = spec_of(family)
     after = tensors_of(model)
-    trains = trained_names(made, model)
+    trains = make_is_trained(made, model)
     assert {name for name in after if not torch.equal(after[name], before[name])} == {
         *filter(trains, after)
     }

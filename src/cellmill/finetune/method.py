@@ -77,8 +77,8 @@ def load_method(config: MethodConfig) -> Method:
     return method
 
 
-def trained_names(method: Method, model: Model) -> Callable[[str], bool]:
-    """Return the test of a plain name: the parameter trains by the method and by the model."""
+def make_is_trained(method: Method, model: Model) -> Callable[[str], bool]:
+    """Make the test of a plain name: True if both the method and the model train the parameter."""
     frozen = model.frozen
     return lambda name: name not in frozen and method.trains(name)
 
@@ -139,7 +139,7 @@ def group_rates(method: Method, model: Model) -> dict[str, tuple[float, int]]:
     Parts are heads and trunk, or heads, embeddings and each `block_N` if rates of the trunk differ.
     """
     depth = Depth.of(model)
-    is_trained = trained_names(method, model)
+    is_trained = make_is_trained(method, model)
     rates: dict[str, tuple[float, int]] = {}
     for parameter_name, _ in model.named_parameters():
         name = plain_name(parameter_name)

@@ -36,7 +36,7 @@ with importing():
     from cellmill.data.stream.order import DataRank, OrderOptions
     from cellmill.errors import UserError
     from cellmill.files import read_json
-    from cellmill.finetune.method import check_trains, load_method, trained_names
+    from cellmill.finetune.method import check_trains, load_method, make_is_trained
     from cellmill.launch.signals import StopFlag, die_with_parent
     from cellmill.models.build import ModelSpec, build
     from cellmill.models.export import (
@@ -205,7 +205,7 @@ def build_model(
         part = build(spec, method.transform)
         parts[stage] = part
         check_trains(method, (plain_name(name) for name, _ in part.named_parameters()))
-        parallelize(part, parallel, mesh, stage=stage, trains=trained_names(method, part))
+        parallelize(part, parallel, mesh, stage=stage, trains=make_is_trained(method, part))
     fixed = {}
     path = getattr(options.model, "gene_vectors", None)
     if path is not None:

@@ -10,8 +10,9 @@ from cellmill.parallel.apply import COMPUTE_DTYPE
 from cellmill.planner.devices import Device
 
 SIDE = 768  # rows and columns of the multiplied matrices
-MEASURED_S = 0.1  # least time of the measurement
-# assumed GB/s between processes, also on different nodes; it counts only with several CPU processes
+MEASURED_S = 0.1  # the measurement takes at least these seconds
+# Assumed rate between processes, in GB/s, also for processes on different nodes. It is used only if a
+# run has several CPU processes.
 LINK_GB_PER_S = 10.0
 
 
@@ -21,11 +22,12 @@ def measure_cpu(
     precision: str = "32-true",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Device:
-    """Give `device` the FLOP/s that a process reaches if `nproc_per_node` share the cores.
+    """Return `device` with the FLOP/s of one process if `nproc_per_node` processes share the cores.
 
-    The rate is the best of several matrix products by torch in the number format of `precision`, on the
-    cores that torch uses here, not those that a job requests. With one thread, pass its clock of CPU
-    time to leave out other programs.
+    torch multiplies matrices in the number format of `precision`, several times, and the fastest product
+    counts. The product runs on the cores that torch uses in this process, not on those that a job
+    requests. `clock` returns seconds. A caller that limits torch to one thread can pass
+    time.thread_time, which other programs do not slow.
     """
     matrix = torch.ones(SIDE, SIDE, dtype=COMPUTE_DTYPE.get(precision, torch.float32))
     best_s = float("inf")
@@ -35,6 +37,7 @@ def measure_cpu(
         torch.mm(matrix, matrix)
         best_s = min(best_s, clock() - start)
     flops_per_s = 2 * SIDE**3 / best_s / nproc_per_node
+    # the rate is that of `precision`, and a caller reads no other format
     return replace(
         device,
         half_flops_per_s=flops_per_s,

@@ -1,10 +1,10 @@
-"""Work of a micro-batch or a step, and rates of what grows with it."""
+"""The work of a micro-batch or a step, and rates of the quantities that grow with this work."""
 
 from typing import NamedTuple
 
-# What grows with the cells is told apart if cells of half the length need this fraction more per token.
-# Random fractions make a smaller difference.
-PER_CELL_FRAC = 0.05
+# `fit_rates` finds a rate per cell only if the total per token is larger over short cells, by more than
+# this fraction. Random masks make a smaller difference.
+MIN_DIFFERENCE_FRAC = 0.05
 
 
 class Load(NamedTuple):
@@ -19,7 +19,8 @@ class Rates(NamedTuple):
     """Elements or FLOPs per token, and further ones per cell."""
 
     per_token: float = 0.0
-    per_cell: float = 0.0  # of blocks whose rows are cells, and of heads on the cell embedding
+    # above 0 in blocks that compute one row per cell, and in heads on the cell embedding
+    per_cell: float = 0.0
 
     def total(self, load: Load) -> float:
         return self.per_token * load.tokens + self.per_cell * load.cells
@@ -28,15 +29,19 @@ class Rates(NamedTuple):
 ZERO = Rates()
 
 
-def separate(long: Load, long_total: float, short: Load, short_total: float) -> Rates:
-    """Separate totals over long and over short cells into a rate per token and one per cell."""
-    per_long_token = long_total / long.tokens
-    per_short_token = short_total / short.tokens
-    if per_short_token <= (1 + PER_CELL_FRAC) * per_long_token:
-        return Rates(per_long_token)
+def fit_rates(long: Load, long_total: float, short: Load, short_total: float) -> Rates:
+    """Fit a rate per token and a rate per cell to two totals: over long cells, and over short cells.
+
+    A quantity that grows with the tokens has the same total per token for both lengths. A quantity that
+    grows with the cells has a larger one for short cells, since a token of a short cell is a larger
+    fraction of its cell. If the difference is at most MIN_DIFFERENCE_FRAC, the rate per cell is 0.
+    """
+    long_per_token = long_total / long.tokens
+    short_per_token = short_total / short.tokens
+    if short_per_token <= (1 + MIN_DIFFERENCE_FRAC) * long_per_token:
+        return Rates(long_per_token)
     # solve per_token + per_cell * cells / tokens = total / tokens for both lengths
-    cells_per_long_token = long.cells / long.tokens
-    cells_per_short_token = short.cells / short.tokens
-    per_cell = per_short_token - per_long_token
-    per_cell /= cells_per_short_token - cells_per_long_token
-    return Rates(max(0.0, per_long_token - per_cell * cells_per_long_token), per_cell)
+    long_cells_per_token = long.cells / long.tokens
+    short_cells_per_token = short.cells / short.tokens
+    per_cell = (short_per_token - long_per_token) / (short_cells_per_token - long_cells_per_token)
+    return Rates(max(0.0, long_per_token - per_cell * long_cells_per_token), per_cell)

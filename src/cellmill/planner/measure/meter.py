@@ -1,4 +1,8 @@
-"""Operations of torch counted while a model runs: FLOPs, storages by their lifetimes, collectives."""
+"""Count torch's operations while a model runs: FLOPs, collectives, and the lifetimes of storages.
+
+A storage is the memory behind one tensor, or behind several tensors that share it. The meter has a
+clock, whose times are numbers of events and not seconds.
+"""
 
 import weakref
 from collections import Counter
@@ -22,33 +26,35 @@ from cellmill.parallel.torch_private import (
 )
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "allreduce_")
-# operators without a FLOP formula in torch's registry, and the operator whose formula they share
+# operators without a FLOP formula in torch's registry, each with the operator whose formula it shares
 FORMULA_OF = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
 
 
 @dataclass
 class Allocation:
-    """A storage, with the times of the meter's clock at which it was first seen and freed."""
+    """A storage, with the times of the meter's clock at which it was first seen and at which it was freed."""
 
-    key: int
+    key: int  # identifies the storage while it lives
     n_bytes: int
     born: int
-    died: int | None = None  # None while it lives
+    died: int | None = None  # None while the storage lives
 
 
 @dataclass
 class Window:
-    """Operations between two times of the meter's clock."""
+    """What the meter counts between two times of its clock, `start` and `end`."""
 
-    meter_allocations: list[Allocation]  # also those outside the window
+    meter_allocations: list[
+        Allocation
+    ]  # all of the meter, also those outside the window; shared with it
     start: int
     end: int = 0
     flops: int = 0
-    collectives: int = 0  # calls
-    collective_bytes: int = 0  # bytes of the full tensors of all collectives
+    collectives: int = 0  # number of calls
+    collective_bytes: int = 0  # of all calls together; each counts the bytes of its full tensor
 
     def live_bytes(self) -> int:
-        """Sum the bytes allocated in the window and alive at its end."""
+        """Sum the bytes of the storages that the window allocated and that still live at its end."""
         return sum(
             allocation.n_bytes
             for allocation in self.meter_allocations
@@ -57,10 +63,12 @@ class Window:
         )
 
     def peak_bytes(self, excluded_keys: frozenset[int] = frozenset()) -> int:
-        """Find the peak of live bytes above those at the start.
+        """Find the peak of live bytes in the window, above the live bytes at its start.
 
-        Leave out storages with a key in `excluded_keys` that the window allocated and that still live.
+        A storage with a key in `excluded_keys` does not count if the window allocated it and it was never
+        freed.
         """
+        # bytes allocated, minus bytes freed, by time
         changes: Counter[int] = Counter()
         for allocation in self.meter_allocations:
             born = allocation.born
@@ -76,18 +84,19 @@ class Window:
 
 
 class OperationMeter(TorchDispatchMode):
-    """Count operations while entered, separately for each `window`."""
+    """A meter that counts torch's operations while it is entered, in each open `window`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.time = 0  # a clock that counts operations, freed storages, and ends of windows
+        # the clock: it advances by 1 at each operation, each freed storage, and each start or end of a window
+        self.time = 0
         self.allocations: list[Allocation] = []
         self._storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
         self._windows: list[Window] = []
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """Count operations in a window until it is left; windows may overlap."""
+        """Open a window, which counts operations until it is left. Windows may overlap."""
         self.time += 1
         window = Window(self.allocations, start=self.time)
         self._windows.append(window)
@@ -100,18 +109,22 @@ class OperationMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # dispatched again as operations on local tensors
+            return (
+                NotImplemented  # torch then calls this again, with operations on the local tensors
+            )
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if any(issubclass(kind, FakeTensor) for kind in types):
-            return out  # DTensor infers the shapes of full tensors with these
+            return out  # DTensor only infers shapes with fake tensors: nothing is computed
         self.time += 1
         self._add_to_windows(func, args, kwargs, out)
-        # storages made before the meter was entered, such as weights, are no allocations
-        for tensor in _tensors(args, kwargs):
+        # An input that is new to the meter is older than the meter, such as a weight. Remember its
+        # storage, so that it never counts as an allocation.
+        for tensor in _list_tensors(args, kwargs):
             storage = tensor.untyped_storage()
             self._storages.setdefault(storage_key(storage), storage)
-        for tensor in _tensors(out):
+        # an output in a new storage is an allocation; one in the storage of an input is not
+        for tensor in _list_tensors(out):
             storage = tensor.untyped_storage()
             key = storage_key(storage)
             if self._storages.get(key) is None:
@@ -122,7 +135,7 @@ class OperationMeter(TorchDispatchMode):
         return out
 
     def _add_to_windows(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the FLOPs, or the call and bytes of a collective, to all open windows."""
+        """Add the FLOPs of an operation to all open windows, and if it is a collective, its call and bytes."""
         flops = 0
         packet = FORMULA_OF.get(overload_packet(func), overload_packet(func))
         if self._windows and packet in flop_registry:
@@ -130,7 +143,7 @@ class OperationMeter(TorchDispatchMode):
         is_collective = operator_name(func).partition("::")[2] in COLLECTIVES
         collective_bytes = 0
         if is_collective:
-            collective_bytes = max(tensor.nbytes for tensor in _tensors(args, out))
+            collective_bytes = max(tensor.nbytes for tensor in _list_tensors(args, out))
         for window in self._windows:
             window.flops += flops
             window.collectives += is_collective
@@ -141,6 +154,6 @@ class OperationMeter(TorchDispatchMode):
         allocation.died = self.time
 
 
-def _tensors(*values: Any) -> list[torch.Tensor]:
-    """List the tensors among nested values."""
+def _list_tensors(*values: Any) -> list[torch.Tensor]:
+    """List the tensors among values, which may be nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,11 +1,12 @@
 """Sizes of a model, measured by running one tensor-parallel rank of it on the meta device.
 
-A family, objective or fine-tuning method declares no sizes: they are measured with a batch of random
-cells from the run's own tokenizer.
+A family, objective or fine-tuning method declares no sizes. The sizes are measured with batches of
+random cells, which the run's own tokenizer turns into tokens.
 
 - Parameters, trained parameters and buffers are counted.
 - FLOPs come from torch's flop counter.
-- Kept activations and the workspace of a backward pass come from the lifetimes of storages.
+- Activations that are kept for the backward pass, and its workspace, come from the lifetimes of
+  storages.
 - Tensor-parallel traffic comes from the calls of collectives.
 
 Tensors on the meta device take no memory, and torch's "fake" process group sends nothing.
@@ -13,7 +14,7 @@ Tensors on the meta device take no memory, and torch's "fake" process group send
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,60 +23,69 @@ from torch import nn
 
 from cellmill.config.parallel import Parallel
 from cellmill.config.parts.methods import MethodConfig
-from cellmill.finetune.method import Depth, Method, check_trains, load_method, trained_names
+from cellmill.finetune.method import Depth, Method, check_trains, load_method, make_is_trained
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.family import Model
 from cellmill.parallel.apply import apply_tensor_parallel, checkpoint_activations, freeze
 from cellmill.parallel.materialize import plain_name
 from cellmill.parallel.mesh import build_mesh
 from cellmill.parallel.torch_private import FakeStore, local_tensor
-from cellmill.planner.measure.load import ZERO, Load, Rates, separate
-from cellmill.planner.measure.passes import PassMeasurements, measure_passes
-from cellmill.planner.measure.workspace import Workspace, measure_workspace
+from cellmill.planner.measure.load import ZERO, Load, Rates
+from cellmill.planner.measure.passes import (
+    PartMeasurement,
+    PassMeasurements,
+    TwoLengths,
+    measure_two_lengths,
+)
+from cellmill.planner.measure.workspace import Workspace, measure_finish
 from cellmill.planner.units import FLOAT32_BYTES, FORWARDS_PER_BACKWARD
 
-# tokens of the measured batch: random fractions (masks) are within 1 % of their mean
+# tokens of the measured batch: in so many, the fraction of masked tokens is within 1 % of its mean
 SAMPLE_TOKENS = 1 << 14
-SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements without random fractions
-ANY_QUANTILES = (0.0, 10.0)  # replace the corpus's quantiles: sizes do not depend on values
+SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements that do not depend on masks
+# The tokenizer is fitted with these instead of the corpus's quantiles: sizes do not depend on values.
+ANY_QUANTILES = (0.0, 10.0)
 
 
 @dataclass(frozen=True)
 class PartSize:
     """Sizes, in elements, of one part of a model.
 
-    A part is what comes before the blocks, one block, what comes after them, or the parameters that
-    both ends share.
+    There are four parts: `begin` is what comes before the blocks, `block` is one block, `finish` is what
+    comes after the blocks, and `tied` are the parameters that `begin` and `finish` share.
     """
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
-    activations: Rates = ZERO  # kept for the backward pass; a block's with its input
-    # Tensor-parallel collectives of the forward pass, for `finish` of both passes. They are measured
-    # without sequence parallelism, from which `planner.traffic` derives them.
+    activations: Rates = (
+        ZERO  # kept for the backward pass, with the input of `block` and of `finish`
+    )
+    # Tensor-parallel collectives of the forward pass, and for `finish` of the backward pass too. They are
+    # measured without sequence parallelism; `planner.traffic` derives the collectives with it.
     collectives: int = 0  # number of calls
-    collective_elements: Rates = ZERO  # of all calls together
+    collective_elements: Rates = ZERO  # elements of the full tensors of all calls together
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a model per token, per cell and per pair; its methods count the FLOPs for a load.
+    """FLOPs of a model per token, per cell and per pair, on one tensor-parallel rank.
 
-    They are measured on one tensor-parallel rank, and include all passes of a step.
+    The rates include all forward and backward passes of a step. The methods count the FLOPs for a load.
     """
 
     n_blocks: int
-    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. The first of these two, without
-    # `finish`, collects rows of the whole global batch (`train/batch_rows.py`).
+    # Forward passes of each micro-batch: 1, or 2 with a coupled loss. The first of these two has no
+    # `finish`: it only collects rows of the whole global batch (`train/batch_rows.py`).
     forward_passes: int
-    validation_passes: int  # the same in a validation, which may leave a coupled loss out
+    # Forward passes of each micro-batch in a validation: 1 also if it leaves the coupled loss out.
+    validation_passes: int
     begin_per_token: float
     begin_per_cell: float
     block_per_token: float  # one block without its attention
     finish_per_token: float
     block_per_cell: float
     finish_per_cell: float
-    block_per_pair: float  # one block's attention, per (query, key) pair of a cell
+    block_per_pair: float  # attention of one block, per (query, key) pair of a cell
 
     def count(self, load: Load) -> float:
         """Count the FLOPs of all passes of the whole model over `load`."""
@@ -104,8 +114,9 @@ class ModelSize:
     trained_by_block: tuple[int, ...]  # trained parameters of each block; a method may freeze some
     buffers: int  # elements of all buffers
     flops: Flops
-    # Elements that pass from block to block: the hidden size per token, or per cell if rows of the
-    # blocks are cells; this rank's share of it with sequence parallelism, and less if a view hides tokens.
+    # Elements that one block passes to the next: the hidden size per token, or per cell in families
+    # whose blocks compute one row per cell. With sequence parallelism it is this rank's share. Tokens that
+    # a view hides from the model do not count.
     block_input: Rates
     selective: Rates  # `block.activations` with selective activation checkpointing
     block_workspace: Rates  # peak of a block's backward pass above its kept activations
@@ -121,7 +132,8 @@ class ModelSize:
         return self.n_blocks * self.block.parameters + outside
 
 
-# by model and fine-tuning method, number of tensor-parallel ranks, and sequence parallelism
+# Sizes that this process has measured. A key has the model with its fine-tuning method, the number of
+# tensor-parallel ranks, and True for sequence parallelism.
 _SIZES: dict[tuple[str, int, bool], ModelSize] = {}
 
 
@@ -131,9 +143,10 @@ def measure_size(
     sequence_parallel: bool = False,
     finetune: MethodConfig | None = None,
 ) -> ModelSize:
-    """Measure a model's sizes on one of `tp` ranks, once per process.
+    """Measure a model's sizes on one of `tp` tensor-parallel ranks.
 
-    With tp > 1 there must be no default process group.
+    A process measures each model once, and then remembers its sizes. With tp > 1 the process must have
+    no default process group.
     """
     key = (repr((spec, finetune)), tp, sequence_parallel)
     if key not in _SIZES:
@@ -143,30 +156,30 @@ def measure_size(
 
 
 def measure_flops(spec: ModelSpec, finetune: MethodConfig) -> Flops:
-    """Measure only the FLOPs, and without tensor parallelism: faster than `measure_size`."""
+    """Measure the FLOPs of a model without tensor parallelism. This is faster than `measure_size`."""
     with _prepare(spec, finetune) as (fitted, method):
         model = _build(fitted, method, one_block=True)
         n_blocks = Depth.of(build(fitted, method.transform)).n_blocks
-        long = measure_passes(model, fitted, SAMPLE_TOKENS)
-        short = measure_passes(model, fitted, SAMPLE_TOKENS, length_divisor=2)
-        return _count_flops(model, n_blocks, long, short)
+        return _count_flops(model, n_blocks, measure_two_lengths(model, fitted, SAMPLE_TOKENS))
 
 
 @contextmanager
 def _prepare(
     spec: ModelSpec, finetune: MethodConfig | None, tp: int = 1
 ) -> Iterator[tuple[ModelSpec, Method]]:
-    """Yield the specification with a fitted tokenizer, and the fine-tuning method, for measurements.
+    """Prepare this process for measurements, and restore it at the end.
 
-    Until the end there is no garbage collection, and with tp > 1 a process group that sends nothing.
+    Yield the specification with a fitted tokenizer, and the fine-tuning method. Until the end, Python
+    collects no garbage. With tp > 1 there is a process group that sends nothing.
     """
-    # lifetimes must not depend on when Python collects reference cycles, which DTensor creates
-    was_enabled = gc.isenabled()
     assert tp == 1 or not dist.is_initialized(), (
         "sizes under tensor parallelism are measured in a process without a group"
     )
     if tp > 1:
         dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    # DTensor creates reference cycles. The lifetime of a storage must not depend on when Python collects
+    # them.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         method = load_method(finetune or MethodConfig.model_validate({}))
@@ -179,7 +192,7 @@ def _prepare(
 
 
 def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: bool) -> ModelSize:
-    """Count the parameters of the whole model, and measure passes of a model of one block."""
+    """Count the parameters of the whole model, and measure passes of a model with one block."""
     whole_model = _build(spec, method, tp, sequence_parallel)
     check_trains(method, (plain_name(name) for name, _ in whole_model.named_parameters()))
     blocks = whole_model.get_submodule(whole_model.plan.blocks)
@@ -189,49 +202,57 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     # with sequence parallelism the trainer pads a batch to a multiple of tokens
     token_multiple = tp if sequence_parallel else 1
-    # Passes over cells of full length, and of half of it. The first ones warm up: more is kept alive when
-    # DTensor first sees shapes of an operation, or when a pass imports a module.
-    for _ in range(2):
-        long = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple)
-        short = measure_passes(model, spec, SAMPLE_TOKENS, token_multiple, length_divisor=2)
-    plain_long = long  # without sequence parallelism
-    plain_short = short
+    # The first of two rounds only warms up. In it more storages stay alive: DTensor sees the shapes of an
+    # operation for the first time, and a pass may import a module.
+    measure_two_lengths(model, spec, SAMPLE_TOKENS, token_multiple)
+    passes = measure_two_lengths(model, spec, SAMPLE_TOKENS, token_multiple)
+    plain_passes = passes  # without sequence parallelism
     if sequence_parallel:
         plain_model = _build(spec, method, tp, one_block=True)
-        plain_long = measure_passes(plain_model, spec, SAMPLE_TOKENS)
-        plain_short = measure_passes(plain_model, spec, SAMPLE_TOKENS, length_divisor=2)
-    finish_kept, finish_workspace = measure_workspace(model, spec, token_multiple)
-    kept = {
-        "begin": separate(long.load, long.begin.kept, short.load, short.begin.kept),
-        "block": separate(long.load, long.block.kept, short.load, short.block.kept),
-        "finish": finish_kept,
-    }
-    for name, activations in kept.items():
-        long_window = getattr(plain_long, name).window
-        short_window = getattr(plain_short, name).window
-        collective_elements = separate(
-            plain_long.load,
-            long_window.collective_bytes / FLOAT32_BYTES,
-            plain_short.load,
-            short_window.collective_bytes / FLOAT32_BYTES,
-        )
-        parts[name] = replace(
-            parts[name],
-            activations=activations,
-            collective_elements=collective_elements,
-            collectives=long_window.collectives,
-        )
+        plain_passes = measure_two_lengths(plain_model, spec, SAMPLE_TOKENS)
+    finish = measure_finish(model, spec, token_multiple)
+
     return ModelSize(
-        **parts,
+        begin=_add_measurements(
+            parts["begin"], passes, plain_passes, lambda measured: measured.begin
+        ),
+        block=_add_measurements(
+            parts["block"], passes, plain_passes, lambda measured: measured.block
+        ),
+        finish=replace(
+            _add_measurements(
+                parts["finish"], passes, plain_passes, lambda measured: measured.finish
+            ),
+            activations=finish.kept,
+        ),
+        tied=parts["tied"],
         trained_by_block=trained_by_block,
         buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
-        flops=_count_flops(model, len(trained_by_block), long, short),
-        block_input=separate(long.load, long.block_input, short.load, short.block_input),
+        flops=_count_flops(model, len(trained_by_block), passes),
+        block_input=passes.fit(lambda measured: measured.block_input),
         selective=_measure_selective(spec, method, tp, sequence_parallel),
-        block_workspace=separate(
-            long.load, long.block.workspace, short.load, short.block.workspace
+        block_workspace=passes.fit(lambda measured: measured.block.workspace),
+        finish_workspace=finish.workspace,
+    )
+
+
+def _add_measurements(
+    part: PartSize,
+    passes: TwoLengths,
+    plain_passes: TwoLengths,
+    get_part: Callable[[PassMeasurements], PartMeasurement],
+) -> PartSize:
+    """Add to the size of a part its kept activations, and its tensor-parallel collectives.
+
+    `plain_passes` are without sequence parallelism. `get_part` takes the part from a measured pass.
+    """
+    return replace(
+        part,
+        activations=passes.fit(lambda measured: get_part(measured).kept),
+        collectives=get_part(plain_passes.long).window.collectives,
+        collective_elements=plain_passes.fit(
+            lambda measured: get_part(measured).window.collective_bytes / FLOAT32_BYTES
         ),
-        finish_workspace=finish_workspace,
     )
 
 
@@ -240,31 +261,32 @@ def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parall
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(model, model.plan.blocks, "selective")
     token_multiple = tp if sequence_parallel else 1
-    long = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, token_multiple)
-    short = measure_passes(model, spec, SMALL_SAMPLE_TOKENS, token_multiple, length_divisor=2)
-    return separate(long.load, long.block.kept, short.load, short.block.kept)
+    passes = measure_two_lengths(model, spec, SMALL_SAMPLE_TOKENS, token_multiple)
+    return passes.fit(lambda measured: measured.block.kept)
 
 
-def _count_flops(
-    model: Model, n_blocks: int, long: PassMeasurements, short: PassMeasurements
-) -> Flops:
-    """Derive the FLOPs from passes over cells of two lengths, `long` and half of it."""
-    long_flops = long.block.window.flops
-    short_flops = short.block.window.flops
-    block_per_token, block_per_cell = separate(long.load, long_flops, short.load, short_flops)
-    begin = separate(long.load, long.begin.window.flops, short.load, short.begin.window.flops)
-    finish = separate(long.load, long.finish.window.flops, short.load, short.finish.window.flops)
-    # FLOPs per token that grow with the length of cells belong to attention
+def _count_flops(model: Model, n_blocks: int, passes: TwoLengths) -> Flops:
+    """Derive the FLOPs of all passes of a step from measured passes of a model with one block."""
+    begin = passes.fit(lambda measured: measured.begin.window.flops)
+    finish = passes.fit(lambda measured: measured.finish.window.flops)
+    block_per_token, block_per_cell = passes.fit(lambda measured: measured.block.window.flops)
+
+    # In long cells a token has more (query, key) pairs than in short cells. If a block also has more FLOPs
+    # per token in long cells, attention has these FLOPs.
     per_pair = 0.0
+    long, short = passes
     long_pairs_per_token = long.load.pairs / long.load.tokens
     more_pairs_per_token = long_pairs_per_token - short.load.pairs / short.load.tokens
     if more_pairs_per_token > 0 and not block_per_cell:
-        growth = long_flops / long.load.tokens - short_flops / short.load.tokens
-        per_pair = max(0.0, growth / more_pairs_per_token)
+        long_flops_per_token = long.block.window.flops / long.load.tokens
+        short_flops_per_token = short.block.window.flops / short.load.tokens
+        more_flops_per_token = long_flops_per_token - short_flops_per_token
+        per_pair = max(0.0, more_flops_per_token / more_pairs_per_token)
         block_per_token -= per_pair * long_pairs_per_token
+
     forward_passes = 2 if model.objective.coupled_widths else 1
     validation_passes = forward_passes if model.objective.validates_coupled_loss else 1
-    # all passes of a step have the FLOPs of this many forward passes
+    # all passes of a step together have the FLOPs of this many forward passes
     forwards_per_step = forward_passes + FORWARDS_PER_BACKWARD
     return Flops(
         n_blocks=n_blocks,
@@ -275,7 +297,8 @@ def _count_flops(
         block_per_token=forwards_per_step * block_per_token,
         block_per_cell=forwards_per_step * block_per_cell,
         block_per_pair=forwards_per_step * per_pair,
-        # the window of `finish` has both passes, since a chunked loss has all FLOPs in its forward pass
+        # the window of `finish` already has both passes: a chunked loss computes its gradients in the
+        # forward pass
         finish_per_token=finish.per_token,
         finish_per_cell=finish.per_cell,
     )
@@ -290,29 +313,32 @@ def _build(
 ) -> Model:
     """Build the model of one tensor-parallel rank, optionally with only one of its blocks.
 
-    Blocks are equal, except that the method may freeze some; the one that trains the most is left.
+    Blocks are equal, except that the method may freeze weights in some. The block that trains the most is
+    kept.
     """
     model = build(spec, method.transform)
-    is_trained = trained_names(method, model)
+    is_trained = make_is_trained(method, model)
     if one_block:
+        # `_count_trained` must see what the method freezes
         freeze(model, is_trained)
         blocks = model.get_submodule(model.plan.blocks)
-        by_n_trained = sorted(
+        largest_first = sorted(
             blocks.named_children(), key=lambda child: _count_trained(child[1]), reverse=True
         )
-        for name, _ in by_n_trained[1:]:
+        for name, _ in largest_first[1:]:
             delattr(blocks, name)
     if tp > 1:
         parallel = Parallel.model_validate(
             {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel}
         )
         apply_tensor_parallel(model, model.plan.tensor, parallel, build_mesh(parallel, tp, "cpu"))
+    # again, since tensor parallelism replaces parameters by new ones
     freeze(model, is_trained)
     return model
 
 
 def _count_trained(module: nn.Module) -> int:
-    """Count the parameters of this rank that have a gradient."""
+    """Count the elements of this rank's trained parameters."""
     return sum(
         local_tensor(weight).numel() for weight in module.parameters() if weight.requires_grad
     )
@@ -321,8 +347,8 @@ def _count_trained(module: nn.Module) -> int:
 def _count_parameters(model: Model, trained_by_block: tuple[int, ...]) -> dict[str, PartSize]:
     """Count the parameters and the trained parameters of this rank, by part of the model.
 
-    Parts are `begin`, `block` (the one that trains the most), `finish`, and `tied`: parameters of both
-    ends.
+    Part `block` has the parameters of one block, and the trained parameters of the block that trains the
+    most. `PartSize` describes the other parts.
     """
     parameters: Counter[str] = Counter()
     trained: Counter[str] = Counter()
@@ -330,11 +356,11 @@ def _count_parameters(model: Model, trained_by_block: tuple[int, ...]) -> dict[s
     finish = set(model.plan.finish)
     blocks = model.plan.blocks.split(".")[0]
     for name, parameter in model.named_parameters():
-        top = name.split(".")[0]
-        if top == blocks:
+        module = name.split(".")[0]
+        if module == blocks:
             parts = ["block"]
-        elif top in finish:
-            parts = ["finish", "begin", "tied"] if top in begin else ["finish"]
+        elif module in finish:
+            parts = ["finish", "begin", "tied"] if module in begin else ["finish"]
         else:
             parts = ["begin"]
         elements = local_tensor(parameter).numel()
