@@ -24,9 +24,10 @@ from cellmill.models.family import Model
 from cellmill.models.initial import zeros
 from cellmill.parallel.apply import checkpoint_activations
 from cellmill.planner.measure import size as size_module
-from cellmill.planner.measure.load import Load
+from cellmill.planner.measure.load import Load, Rates
 from cellmill.planner.measure.passes import measure_passes
 from cellmill.planner.measure.size import measure_size
+from cellmill.planner.measure.workspace import _fit_equivalent_tokens
 from cellmill.runs.identity import identity
 from tests.checks import refused
 from tests.house.documents import documentation
@@ -175,6 +176,24 @@ def test_a_small_micro_batch_needs_the_gradient_of_the_table(tokens: int) -> Non
     planned = size.finish_workspace.estimate(Load(tokens, pairs=0, cells=tokens / 32))
     assert measured.kept + measured.workspace <= 1.01 * planned + size.finish.activations.total(
         Load(tokens, pairs=0, cells=tokens / 32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "equivalent"),
+    [
+        ([10.0, 20.0], [10.0, 20.0, 40.0], Rates(1.0, 0.0)),  # grows with tokens
+        ([20.0, 40.0], [10.0, 20.0, 40.0], Rates(0.0, 32.0)),  # grows with cells
+        ([15.0, 30.0], [10.0, 20.0, 40.0], Rates(0.5, 16.0)),
+        ([11.0, 11.0], [10.0, 10.0, 10.0], Rates(0.0, 32.0)),  # with neither, as far as seen
+    ],
+)
+def test_equivalent_tokens_follow_the_workspace_of_short_cells(
+    short: list[float], long: list[float], equivalent: Rates
+) -> None:
+    tokens = (64.0, 128.0, 256.0)
+    assert equivalent == _fit_equivalent_tokens(
+        tuple(zip(tokens, long)), list(zip(tokens, short)), long_cell_tokens=32
     )
 
 

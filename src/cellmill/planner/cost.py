@@ -1,4 +1,4 @@
-"""Cost of a whole run: FLOPs and traffic of its steps, and hours if the device's speed is known."""
+"""Cost of a whole run: its steps, memory, FLOPs and traffic, and its hours on devices of known speed."""
 
 from dataclasses import dataclass
 
@@ -22,9 +22,9 @@ class RunTime:
 
     step: StepTime
     mfu: float  # fraction of the devices' peak that a step reaches
-    hours: float  # including validation
-    validation_frac: float  # fraction of the hours spent in validation
-    gpu_hours: float  # hours of all processes, also on CPUs
+    hours: float  # all steps and validations
+    validation_frac: float  # fraction of these hours that validations take
+    gpu_hours: float  # hours times processes, also on CPUs
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class RunCost:
 
     options: PlanOptions
     model: PlannedModel
-    whole_size: ModelSize  # without tensor parallelism; `model.size` is on one of its ranks
+    whole_size: ModelSize  # of the whole model; `model.size` is on one tensor-parallel rank
     counts: StepCounts
-    memory: Memory
-    flops_per_step: float  # FLOPs of the model over all processes; recomputation is not counted
+    memory: Memory  # of the process that needs the most
+    # of the model over all processes: all passes of a coupled loss count, recomputation does not
+    flops_per_step: float
     traffic: list[CollectiveTraffic]  # of the rank that sends the most to other nodes
     time: RunTime | None  # None if the device's speed is unknown
 
@@ -48,47 +49,61 @@ def estimate_cost(
     memory = estimate_memory(options, corpus, hardware)
     model = PlannedModel.measure(options, corpus, hardware)
     counts = count_steps(options, corpus, model.layout)
+
+    # FLOPs of the whole model, in a step of mean cells
     whole_size = measure_size(
         ModelSpec.of(options, corpus.n_genes, corpus.levels), finetune=options.finetune
     )
     mean_cell = Load(corpus.tokens_per_cell, corpus.pairs_per_cell, cells=1)
     flops_per_step = whole_size.flops.count(mean_cell) * counts.max_cells_per_step
+
+    # traffic of the pipeline rank that sends the most
     load = _find_rank_load(corpus, counts, model.layout.dp)
     traffic_by_rank = [
         list_traffic(model, pp_rank, load, counts.mean_micro_batches_per_step)
         for pp_rank in range(model.layout.pp)
     ]
     max_traffic = max(traffic_by_rank, key=sum_link_bytes)
+
     time = None
-    peak = device.peak_flops_per_s(options.parallel)
-    intra_gb_per_s = options.plan.intra_node_gbs or device.intra_node_gb_per_s
-    inter_gb_per_s = options.plan.inter_node_gbs or device.inter_node_gb_per_s
-    if peak is not None and intra_gb_per_s is not None and inter_gb_per_s is not None:
-        network = Network(intra_gb_per_s, inter_gb_per_s)
-        flops_per_s = peak * options.plan.mfu_frac
+    peak_flops_per_s = device.peak_flops_per_s(options.parallel)
+    network = _find_network(options, device)
+    if peak_flops_per_s is not None and network is not None:
+        flops_per_s = peak_flops_per_s * options.plan.mfu_frac
         step = estimate_step_time(
             model, max_traffic, network, flops_per_s, load, counts.mean_micro_batches_per_step
         )
-        mfu = flops_per_step / (step.step_s * peak * hardware.world_size)
-        time = _estimate_time(options, counts, step, mfu, hardware.world_size)
+        mfu = flops_per_step / (step.step_s * peak_flops_per_s * hardware.world_size)
+        time = _sum_run_time(options, counts, step, mfu, hardware.world_size)
     return RunCost(options, model, whole_size, counts, memory, flops_per_step, max_traffic, time)
 
 
-def _estimate_time(
+def _find_network(options: PlanOptions, device: Device) -> Network | None:
+    """Find the rates of the links, in section `plan` or else of the device. None if one is unknown."""
+    intra_gb_per_s = options.plan.intra_node_gbs or device.intra_node_gb_per_s
+    inter_gb_per_s = options.plan.inter_node_gbs or device.inter_node_gb_per_s
+    if intra_gb_per_s is None or inter_gb_per_s is None:
+        return None
+    return Network(intra_gb_per_s, inter_gb_per_s)
+
+
+def _sum_run_time(
     options: PlanOptions, counts: StepCounts, step: StepTime, mfu: float, world_size: int
 ) -> RunTime:
     """Add up the time of all steps and validations.
 
-    A validation is a forward pass over its cells, or two with a coupled loss; a metric of hidden genes
-    doubles them. Its communication is not counted.
+    A validation is a forward pass over its cells, or two if it takes a coupled loss. A metric of hidden
+    genes doubles the passes. Communication of a validation is not counted.
     """
+    # a step with fewer cells than the largest takes less time in proportion
     steps_s = step.step_s * counts.cells_seen / counts.max_cells_per_step
     if options.train.replay_every_steps is not None:
-        # a replayed step is computed twice
+        # every so many steps, the step is computed a second time
         steps_s *= 1 + 1 / options.train.replay_every_steps
-    views = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
-    cells = views * counts.validations * counts.val_cells
-    validations_s = step.validation_s * cells / counts.max_cells_per_step
+    views_per_cell = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
+    validated_cells = views_per_cell * counts.validations * counts.val_cells
+    # `step.validation_s` is the time to validate as many cells as the largest step has
+    validations_s = step.validation_s * validated_cells / counts.max_cells_per_step
     hours = (steps_s + validations_s) / 3600
     return RunTime(
         step=step,
@@ -100,9 +115,10 @@ def _estimate_time(
 
 
 def _find_rank_load(corpus: CorpusSize, counts: StepCounts, dp: int) -> Load:
-    """Find the load of one of `dp` data-parallel ranks in the largest step.
+    """Find the mean load of one of `dp` data-parallel ranks in the largest step.
 
-    Padding of a pipeline is computed like any other tokens, in cells of PAD_CELL tokens.
+    A pipeline pads its micro-batches. A rank computes the padding like other tokens, in cells of PAD_CELL
+    tokens each.
     """
     n_cells = counts.max_cells_per_step / dp
     tokens = n_cells * corpus.tokens_per_cell

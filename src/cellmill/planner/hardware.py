@@ -1,4 +1,4 @@
-"""Processes that a machine gives a run, and the memory of each."""
+"""The processes that a machine gives a run, and the memory of each process."""
 
 import math
 import os
@@ -13,16 +13,17 @@ from cellmill.planner.units import GB
 
 @dataclass(frozen=True)
 class Hardware:
-    """The processes of a run, and the memory of each."""
+    """The processes of a run, and the memory of each process."""
 
-    nodes: int  # the fewest of a range, since a process then needs the most memory
-    nproc_per_node: int
-    device_name: str  # of each process
+    # Number of nodes. Of a range it is the fewest, since a process needs the most memory with few nodes.
+    nodes: int
+    nproc_per_node: int  # processes per node
+    device_name: str  # a key of `planner.devices.DEVICES`; all processes have equal devices
     device_bytes: int  # device memory of one process; on CPUs its share of the node's memory
     usable_bytes: int  # `plan.memory_frac` of `device_bytes`
-    # host memory that a job requests per node; 0 for all of it, or if unknown
+    # host memory that a job requests per node; 0 if it requests all, or if this is unknown
     requested_host_bytes: int = 0
-    max_nodes: int | None = None  # the most of a range; None for exactly `nodes`
+    max_nodes: int | None = None  # most nodes of a range; None if the run has exactly `nodes`
 
     @property
     def world_size(self) -> int:
@@ -34,17 +35,18 @@ class Hardware:
         return range(self.nodes, (self.max_nodes or self.nodes) + 1)
 
     def divide(self, parallel: Parallel) -> Layout:
-        """Divide the processes over the axes of a layout. Raise ConfigError if it does not divide them."""
+        """Divide the processes over the axes of a layout. Raise ConfigError if this is impossible."""
         return divide_processes(parallel, self.world_size, self.nproc_per_node)
 
     def adapt_lanes(self, options: PlanOptions) -> PlanOptions:
-        """Copy the options with a number of lanes that these processes can share evenly.
+        """Copy the options with a number of lanes that the data-parallel ranks can share evenly.
 
-        It is a multiple of the data-parallel ranks on every number of nodes, and divides the global
-        batch. The lanes stay if they already satisfy both, or if no number that is tried does. Raise
-        ConfigError if the layout does not divide the processes.
+        The number of lanes must be a multiple of the data-parallel ranks, on every number of nodes, and
+        must divide the global batch. The lanes stay as they are if they satisfy both conditions, or if no
+        tried number does. Raise ConfigError if the layout does not divide the processes.
         """
         nproc = self.nproc_per_node
+        # smallest common multiple of the data-parallel ranks on all numbers of nodes
         dp = math.lcm(
             *(
                 divide_processes(options.parallel, nodes * nproc, nproc).dp
@@ -60,10 +62,10 @@ class Hardware:
 
 
 def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> Hardware:
-    """Find the processes that `machine` gives a run, and the memory of each.
+    """Find the processes that `machine` gives a run, and the memory of each process.
 
-    Processes on CPUs share the memory that a job requests per node. If it requests all of a node's
-    memory, that of this machine is assumed.
+    Processes on CPUs share the memory that a job requests per node. If the job requests all memory of a
+    node, the node is assumed to have as much memory as this machine.
     """
     memory_gb = options.plan.memory_gb or find_device(device_name).memory_gb
     if memory_gb:
@@ -74,11 +76,11 @@ def find_hardware(options: PlanOptions, machine: Machine, device_name: str) -> H
         device_bytes = node_bytes // machine.nproc_per_node
     usable_bytes = int(device_bytes * options.plan.memory_frac)
     return Hardware(
-        machine.node_counts[0],
-        machine.nproc_per_node,
-        device_name,
-        device_bytes,
-        usable_bytes,
+        nodes=machine.node_counts[0],
+        nproc_per_node=machine.nproc_per_node,
+        device_name=device_name,
+        device_bytes=device_bytes,
+        usable_bytes=usable_bytes,
         requested_host_bytes=machine.node_memory_bytes,
         max_nodes=machine.node_counts[-1],
     )

@@ -1,12 +1,13 @@
 """Layouts that fit a run, ranked by speed, and their table.
 
-`plan --suggest` tries ddp and the sharding strategies, tp inside a node with sequence parallelism,
-pipelines, and recomputation. The rest of the configuration stays, except for these options:
+`plan --suggest` tries ddp, the strategies of fsdp that shard, tp inside a node (with sequence
+parallelism if the family has it), pipelines, and recomputation. The rest of the configuration stays,
+except for these options:
 
 - `parallel.shard_size` is reset, so that groups of HYBRID_SHARD are nodes.
 - `parallel.gradient_reduction` and `parallel.microbatches` are reset in layouts where they have no
   effect.
-- `stream.lanes` is changed if the ranks that read cells cannot share the lanes evenly.
+- `stream.lanes` is changed if the data-parallel ranks cannot share the lanes evenly.
 """
 
 import math
@@ -22,7 +23,7 @@ import yaml
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
-from cellmill.config.parallel import Parallel, divisors
+from cellmill.config.parallel import Layout, Parallel, divisors
 from cellmill.errors import ConfigError
 from cellmill.planner.cost import RunCost, estimate_cost
 from cellmill.planner.devices import check_precision, find_device
@@ -33,13 +34,13 @@ from cellmill.planner.output.format import describe_layout, format_bytes, format
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import sum_link_bytes
 
-MAX_SHOWN = 10  # layouts in the table
-MAX_PP = 16  # most pipeline ranks that are tried
-SCHEDULES = ("1F1B", "Interleaved1F1B")  # tried besides the schedule of the run
+MAX_SHOWN = 10  # the table has at most this many layouts
+MAX_PP = 16  # at most this many pipeline ranks are tried
+SCHEDULES = ("1F1B", "Interleaved1F1B")  # tried in pipelines, besides the schedule of the run
 ROW = "{:>10}  {:>9}  {:>4}  {:>10}  {:>10}  {}"
-# hours in the same bin of this relative width count as equal, since plans are less exact
+# Hours are compared in bins of this relative width: plans are not more exact.
 HOURS_BIN_FRAC = 0.02
-# reason of refusal
+# reason of a refused layout
 TOO_MUCH_HOST_MEMORY = (
     "processes need more host memory for checkpoints and cpu_offload than "
     "the profile requests for a node"
@@ -48,31 +49,35 @@ TOO_MUCH_HOST_MEMORY = (
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Layouts that were tried, by outcome."""
+    """Layouts that were tried: those that fit, those that are too large, and those that are refused."""
 
     fitting: list[RunCost]  # the best first
-    bytes_of_too_large: list[int]  # memory needed by each layout that does not fit
-    # number of layouts by reason of refusal; reasons that differ only in their numbers are counted
-    # together, under the first one seen
+    needed_bytes_of_too_large: list[
+        int
+    ]  # memory that a process needs in each layout that does not fit
+    # Number of refused layouts by reason. Reasons that differ only in their numbers are counted together,
+    # under the first of them.
     refused: Counter[str]
 
 
 def suggest_layouts(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str
 ) -> Suggestions:
-    """Rank the layouts for all processes of `machine` by their speed.
+    """Find the layouts of a run on all processes of `machine`, and rank those that fit by speed.
 
-    Of a range of nodes, speed and memory are those of the fewest, and a layout that another number
-    excludes is refused. The speed of CPU cores is measured on this machine.
+    If `machine` has a range of nodes, speed and memory are planned for the fewest nodes. A layout that is
+    impossible on another number of nodes is refused. The speed of CPU cores is measured on this machine.
     """
     hardware = find_hardware(options, machine, device_name)
     device = find_device(device_name)
     if device_name == "cpu":
         device = measure_cpu(device, hardware.nproc_per_node, options.parallel.precision)
     fitting = []
-    bytes_of_too_large = []
+    needed_bytes_of_too_large = []
     refused: Counter[str] = Counter()
-    first_reasons: dict[str, str] = {}  # keys are reasons without their numbers
+    first_reasons: dict[
+        str, str
+    ] = {}  # by reason without numbers, such as "parallel.tp  does not divide"
     for parallel in list_parallel_options(options, hardware):
         try:
             adapted = hardware.adapt_lanes(options.model_copy(update={"parallel": parallel}))
@@ -87,17 +92,17 @@ def suggest_layouts(
         if overflow is None:
             fitting.append(estimate_cost(adapted, corpus, hardware, device))
         elif overflow == "device":
-            bytes_of_too_large.append(estimate_memory(adapted, corpus, hardware).total)
+            needed_bytes_of_too_large.append(estimate_memory(adapted, corpus, hardware).total)
         else:
             refused[TOO_MUCH_HOST_MEMORY] += 1
-    return Suggestions(sorted(fitting, key=_make_sort_key), bytes_of_too_large, refused)
+    return Suggestions(sorted(fitting, key=_make_sort_key), needed_bytes_of_too_large, refused)
 
 
 def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     """Make a key that sorts the best layout first.
 
-    It compares hours, in bins, then bytes to other nodes, bytes inside the node, the number of ranks
-    that share the same cells, recomputation, and memory.
+    A better layout has fewer hours (in bins). Of layouts in one bin it has fewer bytes to other nodes,
+    then fewer bytes inside the node, fewer ranks that read the same cells, no recomputation, less memory.
     """
     parallel = suggestion.options.parallel
     sent = sum_link_bytes(suggestion.traffic)
@@ -114,9 +119,11 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
 
 
 def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
-    """Yield the layouts worth trying, each once."""
+    """Yield the layouts to try. Of layouts with the same effect, yield only the first."""
     replaced = {"strategy", "sharding_strategy", "shard_size"}
     unchanged = options.parallel.model_dump(exclude=replaced)
+
+    # the values that are tried
     strategies = [{"strategy": "ddp"}]
     for name in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         strategies.append({"strategy": "fsdp", "sharding_strategy": name})
@@ -124,13 +131,14 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
     checkpointing_modes = (None, "full") if is_compiled else (None, "selective", "full")
     tp_sizes = divisors(hardware.nproc_per_node) if options.model.tp_sizes() else [1]
     max_pp = min(MAX_PP, min(options.model.pp_sizes().values(), default=1))
+
     tried = set()
     for tp in tp_sizes:
         for pp in divisors(hardware.world_size // tp):
             if pp > max_pp:
                 continue
-            # the schedule of the run may be one of SCHEDULES
-            schedules = {*SCHEDULES, options.parallel.schedule} if pp > 1 else SCHEDULES[:1]
+            # without a pipeline the schedule has no effect, and stays the default
+            schedules = {*SCHEDULES, options.parallel.schedule} if pp > 1 else {"1F1B"}
             for schedule, checkpointing, strategy in product(
                 sorted(schedules), checkpointing_modes, strategies
             ):
@@ -144,36 +152,37 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
                 parallel = Parallel.model_validate(unchanged | strategy | changes)
                 parallel = parallel.reset_without_effect()
                 key = _make_effect_key(parallel, hardware)
-                if key is None:  # `suggest_layouts` counts the reason
-                    yield parallel
-                elif key not in tried:
+                if key not in tried:
                     tried.add(key)
                     yield parallel
 
 
-def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...] | None:
+def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...]:
     """Make a key that is equal for layouts with the same effect.
 
-    None if the processes cannot be divided into this layout.
+    Layouts that do not divide the processes have the same effect if they are refused for the same reason,
+    and differ only in their strategy.
     """
+    layout: Layout | tuple[str, int, int]
+    sharding = None
     try:
         layout = hardware.divide(parallel)
-    except ConfigError:
-        return None
-    sharding = None
-    if layout.dp > 1:
-        # pipeline stages keep their weights gathered under every strategy
-        keeps_gathered = parallel.sharding_strategy == "SHARD_GRAD_OP" and layout.pp == 1
-        sharding = (parallel.strategy, keeps_gathered)
+    except ConfigError as error:
+        layout = (str(error), parallel.tp, parallel.pp)
+    else:
+        if layout.dp > 1:
+            # pipeline stages keep their weights gathered under every strategy
+            keeps_gathered = parallel.sharding_strategy == "SHARD_GRAD_OP" and layout.pp == 1
+            sharding = (parallel.strategy, keeps_gathered)
     return layout, sharding, parallel.schedule, parallel.activation_checkpointing
 
 
 def format_suggestions(
     suggestions: Suggestions, options: PlanOptions, machine: Machine, device_name: str
 ) -> str:
-    """Format the best layouts, the reasons against others, and the YAML of the best."""
+    """Format the table of the best layouts, the reasons against others, and the YAML of the best one."""
     fitting = suggestions.fitting
-    bytes_of_too_large = suggestions.bytes_of_too_large
+    needed_bytes = suggestions.needed_bytes_of_too_large
     n_nodes = machine.node_counts[0]
     processes = f"{n_nodes:,} {'node' if n_nodes == 1 else 'nodes'} x {machine.nproc_per_node} {device_name}"
     lines = [f"{processes}; memory per process, bytes sent per process and step", ""]
@@ -182,11 +191,13 @@ def format_suggestions(
         lines += [_format_row(suggestion) for suggestion in fitting[:MAX_SHOWN]]
         lines.append("")
     lines.append(f"layouts that fit: {len(fitting):,}")
-    if bytes_of_too_large:
+    if needed_bytes:
+        usable = format_bytes(find_hardware(options, machine, device_name).usable_bytes)
         lines.append(
-            f"too large: {len(bytes_of_too_large):,}; the smallest needs {format_bytes(min(bytes_of_too_large))}"
+            f"too large: {len(needed_bytes):,}; the smallest needs {format_bytes(min(needed_bytes))} of {usable} usable"
         )
-    lines += [f"{number} refused: {reason}" for reason, number in suggestions.refused.most_common()]
+    for reason, number in suggestions.refused.most_common():
+        lines.append(f"refused: {number:,}; {reason}")
     if fitting:
         lines += ["", "# the best layout, for config.yaml"]
         best = fitting[0].options
@@ -222,11 +233,13 @@ def _format_row(suggestion: RunCost) -> str:
 def format_sections(suggested: PlanOptions, options: PlanOptions) -> str:
     """Write the YAML that changes `options` to `suggested`.
 
-    Section `parallel` may replace that of `options` or be merged into it; `stream` is to be merged.
+    The user may replace section `parallel` of a configuration by this one, or merge the two. Section
+    `stream` has to be merged.
     """
     before = options.parallel.model_dump(mode="json")
     chosen = suggested.parallel.model_dump(mode="json")
     defaults = Parallel.model_validate({}).model_dump(mode="json")
+    # show the strategy, and each option that differs from its default or from the user's value
     shown = {"strategy"}
     if chosen["strategy"] == "fsdp":
         shown.add("sharding_strategy")

@@ -1,1 +1,1 @@
-"""Sizes of a model, measured by passes on the meta device."""
+"""Sizes of a model, which passes on the meta device measure, and the speed of CPU cores."""

@@ -16,13 +16,15 @@ from cellmill.planner.schedules import estimate_idle_frac
 from cellmill.planner.step_counts import CorpusSize
 from cellmill.planner.traffic import sum_link_bytes
 
-# time to launch the kernels of a micro-batch: about 1,500, 5 to 10 us each
-LAUNCHES_MS = 10
-LARGE_FRAC = 0.1  # validation above this fraction of the time gets a hint
+# Milliseconds to launch the kernels of a micro-batch: about 1,500 kernels of 5 to 10 us each.
+LAUNCH_MS_PER_MICRO_BATCH = 10
+# The plan gives a hint if validation takes more than this fraction of the time.
+LARGE_VALIDATION_FRAC = 0.1
+# the global batch (cells) and the learning rate of a run that sets neither
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
 
-Line = tuple[str, str]  # name and text
+Line = tuple[str, str]  # name of a printed line, and its text
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class RunPlan:
     hardware: Hardware
     max_fitting_token_budget: int  # largest train.token_budget that fits in memory
     genes_per_cell: float  # mean number of detected genes
-    cut_cells_frac: float  # fraction of cells with genes that do not become tokens
-    fingerprint: str | None  # of the corpus; None for an assumed one
+    cut_cells_frac: float  # fraction of cells whose detected genes do not all become tokens
+    fingerprint: str | None  # of the corpus; None if the corpus is assumed
     warnings: list[str]
 
     @property
@@ -48,7 +50,7 @@ class RunPlan:
         return self.corpus.tokens_per_cell * self.cost.counts.cells_seen
 
     def record(self) -> dict[str, Any]:
-        """Make the content of plan.json. Values that need the device's speed are None if it is unknown."""
+        """Make the content of plan.json."""
         cost = self.cost
         options = cost.options
         train = options.train
@@ -58,6 +60,7 @@ class RunPlan:
         needed = estimate_host_bytes_per_process(cost.model)
         return {
             "parameters": cost.whole_size.parameters,
+            # bytes of each process
             "memory": {
                 "parts_bytes": asdict(cost.memory),  # by field of `planner.memory.Memory`
                 "total_bytes": cost.memory.total,
@@ -66,6 +69,7 @@ class RunPlan:
                 "offload_bytes": needed.offload,  # host memory for parallel.cpu_offload
                 "staging_bytes": needed.staging,  # host memory for a copy of the checkpoint
             },
+            # bytes of each process in a step
             "communication": {
                 "link_bytes": asdict(sum_link_bytes(cost.traffic)),
                 "collectives": [
@@ -87,13 +91,14 @@ class RunPlan:
             "val_cells": counts.val_cells,  # cells per validation
             "auto_steps": train.steps == "auto",
             "max_micro_batch_tokens": counts.max_micro_batch_tokens,
+            # step, mfu, hours, validation_frac and gpu_hours are None if the device's speed is unknown
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
             "pipeline_idle_frac": estimate_idle_frac(
                 options.parallel, counts.mean_micro_batches_per_step
             ),
-            "mfu": time and time.mfu,  # fraction of the device's peak over a step
+            "mfu": time and time.mfu,  # fraction of the devices' peak that a step reaches
             "hours": time and time.hours,  # with validation
-            "validation_frac": time and time.validation_frac,  # fraction of the hours
+            "validation_frac": time and time.validation_frac,  # fraction of these hours
             "gpu_hours": time and time.gpu_hours,
             "nodes": hardware.nodes,
             "nproc_per_node": hardware.nproc_per_node,
@@ -101,15 +106,15 @@ class RunPlan:
             "device": hardware.device_name,
             # options of section `parallel`, and sizes of the mesh axes
             "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
-            # fraction of the peak that is assumed without communication and idle time
+            # assumed fraction of the peak while a device computes, recomputation included
             "mfu_frac": options.plan.mfu_frac,
             "warmup_steps": train.warmup_steps,
             "global_batch": train.global_batch,  # cells
-            # by the square root of the batch sizes' ratio, and by the ratio
+            # train.lr for this batch, by the square-root rule and by the linear rule; None if it needs no hint
             "scaled_lr": _scale_lr(train),
             "choices": options.objective.choices(),  # what options take from the corpus, and why
             "warnings": self.warnings,
-            # largest train.token_budget that fits: train.token_budget itself, or up to MAX_TRIED_BUDGET
+            # largest train.token_budget that fits; none above MAX_TRIED_BUDGET is tried
             "max_fitting_token_budget": self.max_fitting_token_budget,
             "genes_per_cell": self.genes_per_cell,
             "cut_cells_frac": self.cut_cells_frac,
@@ -118,10 +123,11 @@ class RunPlan:
 
 
 def _scale_lr(train: Train) -> tuple[float, float] | None:
-    """Scale the default learning rate to the run's batch.
+    """Scale the default learning rate to the run's batch, by two rules.
 
-    Return it scaled by the square root of the ratio of batch sizes (Adam; Malladi et al. 2022), and by
-    the ratio (SGD; Goyal et al. 2017). None if the run has the default batch or another rate.
+    The ratio is the run's batch divided by the default batch. The first rate is scaled by the square root
+    of this ratio (for Adam; Malladi et al. 2022), the second by the ratio itself (for SGD; Goyal et al.
+    2017). Return None if the run has the default batch, or a rate that is not the default.
     """
     ratio = train.global_batch / DEFAULT_BATCH
     if train.lr != DEFAULT_LR or ratio == 1:
@@ -130,19 +136,23 @@ def _scale_lr(train: Train) -> tuple[float, float] | None:
 
 
 def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
-    """Find how many validation cells take LARGE_FRAC of the hours, if `val_cells` take `validation_frac`.
+    """Find the number of validation cells that take LARGE_VALIDATION_FRAC of the hours.
 
-    The number is rounded down to two digits.
+    `val_cells` cells take `validation_frac` of the hours. The number is rounded down to two digits. It is
+    0 if a single cell takes more.
     """
-    # cells per validation if all validations together took as long as training
+    # so many cells per validation would make all validations together take as long as training
     cells_at_equal_time = val_cells * (1 - validation_frac) / validation_frac
-    cells = cells_at_equal_time * LARGE_FRAC / (1 - LARGE_FRAC)
+    cells = cells_at_equal_time * LARGE_VALIDATION_FRAC / (1 - LARGE_VALIDATION_FRAC)
     unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
-    return max(1, int(cells) // unit * unit)
+    return int(cells) // unit * unit
 
 
 def format_plan(plan: RunPlan, cpu_time: RunTime | None = None) -> str:
-    """Format a plan as lines of text; `cpu_time` is its time on CPUs of measured speed."""
+    """Format a plan as lines of text.
+
+    `cpu_time` is the time of the run at the measured speed of CPUs: a plan for CPUs has no time itself.
+    """
     lines = [
         *_format_steps(plan),
         *_format_memory(plan),
@@ -153,20 +163,20 @@ def format_plan(plan: RunPlan, cpu_time: RunTime | None = None) -> str:
 
 
 def format_line(name: str, text: str) -> str:
-    return f"{name:<12}{text}"
+    return f"{name:<11} {text}"
 
 
 def _format_steps(plan: RunPlan) -> Iterator[Line]:
+    """Format the lines on parameters, cells and steps."""
     cost = plan.cost
     counts = cost.counts
     yield "parameters", f"{cost.whole_size.parameters:,} over {plan.corpus.n_genes:,} genes"
-    genes_text = ""
+    cells_text = f"{plan.corpus.n_cells:,} for training, on average {plan.corpus.tokens_per_cell:,.0f} tokens"
     if plan.cut_cells_frac:
-        genes_text = f" of {plan.genes_per_cell:,.0f} genes: tokens.max_tokens cuts {plan.cut_cells_frac:.0%} of cells"
-    yield (
-        "cells",
-        f"{plan.corpus.n_cells:,} for training, on average {plan.corpus.tokens_per_cell:,.0f} tokens{genes_text}",
-    )
+        percent = "less than 1%" if plan.cut_cells_frac < 0.005 else f"{plan.cut_cells_frac:.0%}"
+        cells_text += f" and {plan.genes_per_cell:,.0f} genes; "
+        cells_text += f"tokens.max_tokens is too small for all genes of {percent} of cells"
+    yield "cells", cells_text
     auto_text = ""
     if cost.options.train.steps == "auto":
         auto_text = f"; auto: {AUTO_EPOCHS} epochs"
@@ -184,6 +194,7 @@ def _format_steps(plan: RunPlan) -> Iterator[Line]:
 
 
 def _format_memory(plan: RunPlan) -> Iterator[Line]:
+    """Format the lines on processes, memory and micro-batches."""
     hardware = plan.hardware
     parallel = plan.cost.options.parallel
     layout = describe_layout(parallel, plan.cost.model.layout)
@@ -206,7 +217,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
     assumption = describe_assumption(hardware.device_name)
     if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
-    # without a pipeline the number is a bound, with one the largest of a sample
+    # without a pipeline the number is a bound; with a pipeline it is the largest of a sample
     largest_text = "at most" if parallel.pp == 1 else "about"
     largest_text += f" {plan.cost.counts.max_micro_batch_tokens:,} tokens"
     budget_text = f"{plan.max_fitting_token_budget:,}"
@@ -219,6 +230,7 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
 
 
 def _format_time(cost: RunCost) -> Iterator[Line]:
+    """Format the lines on traffic and time, and on what the times leave out."""
     sent = sum_link_bytes(cost.traffic)
     yield (
         "traffic",
@@ -233,7 +245,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
             "than these estimates",
         )
     time = cost.time
-    if time is None:  # on CPUs, whose speed stage plan measures
+    if time is None:  # on CPUs: stage plan measures their speed, and prints their time itself
         return
     step = time.step
     yield (
@@ -241,19 +253,23 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         f"{step.step_s:.3g} s: compute {step.compute_s:.3g}, exposed communication {step.exposed_s:.3g}, "
         f"idle in the pipeline {step.idle_s:.3g}",
     )
-    peak = f"{time.mfu:.0%} of the peak"
+    mfu_text = f"{time.mfu:.0%} of the peak"
     mfu_frac = cost.options.plan.mfu_frac
     if round(time.mfu, 2) < round(mfu_frac, 2):
-        peak += f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} without communication and idle time)"
+        mfu_text += (
+            f" over a step (plan.mfu_frac assumes {mfu_frac:.0%} without recomputation, padding, communication and "
+            "idle time)"
+        )
     yield (
         "time",
-        f"{format_hours(time.hours)} in all, GPU time {format_hours(time.gpu_hours)} at {peak}",
+        f"{format_hours(time.hours)} in all, GPU time {format_hours(time.gpu_hours)} at {mfu_text}",
     )
     micro_batch_ms = 1e3 * step.compute_s / cost.counts.mean_micro_batches_per_step
-    if micro_batch_ms < LAUNCHES_MS:
+    if micro_batch_ms < LAUNCH_MS_PER_MICRO_BATCH:
         yield (
             "not counted",
-            f"launches of kernels, which may take {LAUNCHES_MS} ms: a micro-batch computes for {micro_batch_ms:.2g} ms",
+            f"launches of kernels, which may take {LAUNCH_MS_PER_MICRO_BATCH} ms: a micro-batch computes for "
+            f"{micro_batch_ms:.2g} ms",
         )
     if cost.options.parallel.cpu_offload is not None:
         yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
@@ -266,6 +282,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
 
 
 def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
+    """Format the lines on validation and on the objective's choices, the warnings, and a hint."""
     options = plan.cost.options
     train = options.train
     counts = plan.cost.counts
@@ -273,9 +290,12 @@ def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
         text = f"{counts.validations:,} times {counts.val_cells:,} cells"
         if time is not None:
             text += f", {time.validation_frac:.0%} of the time"
-            if time.validation_frac > LARGE_FRAC:
+            if time.validation_frac > LARGE_VALIDATION_FRAC:
                 fewer = _suggest_val_cells(counts.val_cells, time.validation_frac)
-                text += f"; train.val_cells: {fewer} takes {LARGE_FRAC:.0%}"
+                remedy = (
+                    f"set train.val_cells to {fewer}" if fewer else "raise train.val_every_steps"
+                )
+                text += f"; {remedy} for {LARGE_VALIDATION_FRAC:.0%}"
         yield "validation", text
     yield from options.objective.choices().items()
     for warning in plan.warnings:

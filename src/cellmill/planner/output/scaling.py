@@ -1,4 +1,4 @@
-"""Time of a run on other numbers of devices, within the nodes of the profile."""
+"""Table of a run's time on smaller numbers of devices, up to all that the profile has."""
 
 from cellmill.config.checks import check_nodes
 from cellmill.config.machine import Machine
@@ -15,7 +15,10 @@ ROW = "{:>12}  {:>8}  {:>10}  {:>10}"
 
 
 def list_machines(machine: Machine) -> list[Machine]:
-    """List the machine with 1, 2, 4, … processes on one node, then with 2, 4, … of its nodes."""
+    """List copies of the machine with 1, 2, 4, … processes on one node, then with 2, 4, … nodes.
+
+    The last copy has all nodes and processes of `machine`.
+    """
     max_nodes = machine.node_counts[-1]
     sizes = [(1, nproc) for nproc in _list_doublings(machine.nproc_per_node)]
     sizes += [(nodes, machine.nproc_per_node) for nodes in _list_doublings(max_nodes)[1:]]
@@ -36,24 +39,24 @@ def _list_doublings(max_number: int) -> list[int]:
 def format_scaling(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> list[str]:
-    """Format a table of times by number of devices; empty with one device or an unknown speed.
+    """Format a table of times by number of devices. Return no lines for one device or an unknown speed.
 
-    The efficiency of a row is the GPU time on the fewest devices that fit, divided by the GPU time on
-    the row's devices. Communication and idle pipelines lower it.
+    The efficiency of a row compares two GPU times. It is the GPU time on the fewest devices that fit,
+    divided by the GPU time on the row's devices. Communication and idle pipelines lower the efficiency.
     """
     machines = list_machines(machine)
     if len(machines) == 1 or device.peak_flops_per_s(options.parallel) is None:
         return []
     lines = ["", ROW.format("GPUs", "time", "GPU time", "efficiency")]
-    base_gpu_hours: float | None = None  # on the fewest devices that fit
-    for scaled in machines:
-        nodes = scaled.node_counts[0]
-        nproc = scaled.nproc_per_node
+    base_gpu_hours: float | None = None  # on the fewest devices that fit: the first row with a time
+    for smaller in machines:
+        nodes = smaller.node_counts[0]
+        nproc = smaller.nproc_per_node
         count = f"{nodes} x {nproc} = {nodes * nproc}"
         try:
-            time = _estimate_on_machine(options, corpus, scaled, device_name, device).time
+            time = _estimate_on_machine(options, corpus, smaller, device_name, device).time
         except ConfigError as error:
-            # the reason without its remedy, which would be for the whole machine
+            # print the reason without its remedy: a remedy is for the whole machine
             lines.append(f"{count:>12}  {str(error).partition(';')[0]}")
             continue
         assert time is not None, "the speed is known"
@@ -72,7 +75,7 @@ def format_scaling(
 def _estimate_on_machine(
     options: PlanOptions, corpus: CorpusSize, machine: Machine, device_name: str, device: Device
 ) -> RunCost:
-    """Estimate the run on the machine. Raise ConfigError if it does not work or fit there."""
+    """Estimate the run on the machine. Raise ConfigError if the run does not work there, or does not fit."""
     check_nodes(options, machine.node_counts, machine.nproc_per_node, corpus.n_cells)
     hardware = find_hardware(options, machine, device_name)
     overflow = find_overflow(options, corpus, hardware)
