@@ -29,7 +29,7 @@ from cellmill.data.shards.manifest import (
     verify,
     verify_changed,
 )
-from cellmill.data.shards.reader import open_shards
+from cellmill.data.shards.reader import name_cells, open_shards
 from cellmill.errors import DataError, UserError
 from cellmill.evaluate.seen.copies import find_equal_cells
 from cellmill.evaluate.seen.held_out_check import HeldOutCheck
@@ -135,6 +135,16 @@ def test_cells_beyond_those_needed_are_not_read(corpus: Path, tmp_path: Path) ->
     assert (read_counts(manifest, first.n_obs) != expected).nnz == 0
     with pytest.raises(DataError, match=second.name):
         read_counts(manifest, first.n_obs + 1)
+
+
+def test_a_cell_has_its_row_if_its_name_cannot_be_read(corpus: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(corpus, tmp_path / "copy")
+    manifest = Manifest.read(folder / "manifest.json")
+    shards = open_shards(manifest, "train")
+    path = shards[0].path
+    assert name_cells(shards, np.array([3]))[0].startswith("one:")
+    path.unlink()
+    assert name_cells(shards, np.array([3])) == [f"unnamed cell ({path.name} row 3)"]
 
 
 def check(folder: Path, right: str | None, what: str) -> bool:

@@ -16,11 +16,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import small_corpus
 from small_corpus import write_corpus
 
 from cellmill.config.run import Stream
+from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.local_copies import LOCK, PREFIX, CopyTask, LocalCopies, remove_abandoned
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.cell_stream import CellStream
@@ -204,6 +207,20 @@ def test_needed_shards_are_known_after_few_of_many_epochs(manifest: Manifest, n_
     first_cells = range(0, n_cells, 100)
     assert len(needed) == len(first_cells)
     stream.close()
+
+
+def test_shards_without_labelled_cells_are_not_waited_for(tmp_path: Path) -> None:
+    kinds = pd.Categorical(["a"] * 3 + [None] * 530)
+    manifest = write_corpus(tmp_path, 533, obs={"kind": kinds})
+    codes = CellColumns(manifest, "train", "levels", ["kind"])[:][:, 0]
+    labelled = np.flatnonzero(codes == 1)
+    options = {"weight_by": "kind", "labelled_frac": 1.0}
+    stream = small_corpus.stream_of(manifest, options=options)
+    needed = stream.find_needed_shards({0}, 0, 10**15)
+    stream.close()
+    names = [shard.name for shard in manifest.splits["train"].shards]
+    assert [path.name for path in needed] == [names[i] for i in np.unique(labelled // 100)]
+    assert len(needed) < len(names)
 
 
 def test_a_lane_without_cells_in_the_steps_needs_no_shard() -> None:

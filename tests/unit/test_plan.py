@@ -27,7 +27,7 @@ from cellmill.config.parallel import Layout, Parallel
 from cellmill.config.run import Train
 from cellmill.data.shards.manifest import Manifest
 from cellmill.data.stream.batch_tokenizer import (
-    count_tokens_by_kind,
+    count_detected_and_undetected_tokens,
     find_max_tokens_of_whole_cells,
 )
 from cellmill.errors import ConfigError
@@ -340,7 +340,7 @@ def test_the_advised_max_tokens_cuts_no_cell(zero_frac: float) -> None:
 
     def kept(n_genes: int, max_tokens: int) -> list[int]:
         limited = tokens.model_copy(update={"max_tokens": max_tokens})
-        counts = count_tokens_by_kind(limited, np.array([n_genes]), 10**6)
+        counts = count_detected_and_undetected_tokens(limited, np.array([n_genes]), 10**6)
         return [int(count[0]) for count in counts]
 
     for n_genes in range(1, 500):

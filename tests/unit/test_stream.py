@@ -235,12 +235,16 @@ def test_iterating_again_repeats_no_cell(manifest: Manifest) -> None:
 @pytest.mark.parametrize(
     ("changes", "state", "message"),
     [
-        ({"seed": 4}, {}, "train.seed is 4, but 0 in the checkpoint"),
-        ({"global_batch": 64}, {}, "train.global_batch is 64, but 32 in"),
-        ({"options": {"lanes": 4}}, {}, "stream.lanes is 4, but 8 in"),
-        ({"options": {"block_cells": 2}}, {}, "stream.block_cells is 2, but 4 in"),
-        ({"options": {"window_blocks": 1}}, {}, "stream.window_blocks is 1, but 3 in"),
-        ({"options": {"train_frac": 0.5}}, {}, "stream.train_frac is 0.5, but 1.0 in"),
+        (
+            {"seed": 4},
+            {},
+            "train.seed: expected 0, as in the checkpoint, because it fixes the order of cells, got 4; set it back",
+        ),
+        ({"global_batch": 64}, {}, "train.global_batch: expected 32, .*, got 64;"),
+        ({"options": {"lanes": 4}}, {}, "stream.lanes: expected 8, .*, got 4;"),
+        ({"options": {"block_cells": 2}}, {}, "stream.block_cells: expected 4, .*, got 2;"),
+        ({"options": {"window_blocks": 1}}, {}, "stream.window_blocks: expected 3, .*, got 1;"),
+        ({"options": {"train_frac": 0.5}}, {}, "stream.train_frac: expected 1.0, .*, got 0.5;"),
         (
             {},
             {"fingerprint": "of others"},
@@ -273,7 +277,7 @@ def test_an_option_that_a_state_lacks_had_its_default(manifest: Manifest) -> Non
     stream = stream_of(manifest)
     stream.load_state_dict(state)
     equal = stream_of(manifest, options={"equal_steps": True})
-    with pytest.raises(ConfigError, match=r"equal_steps is true, but false in .* back to false"):
+    with pytest.raises(ConfigError, match=r"equal_steps: expected false, .* back to false"):
         equal.load_state_dict(state)
     assert len(take(stream, 20)) == len(take(equal, 20))
 
@@ -465,7 +469,7 @@ def test_look_ahead_does_not_grow_with_the_epochs() -> None:
     windows = [iter([np.ones(10, np.int32)] * (2 * epochs))]
     # as many cells, in one window more per epoch
     windows.append(iter([np.ones(n, np.int32) for _ in range(epochs) for n in (7, 7, 6)]))
-    queue = GenesPerCellQueue(windows, skipped=[0, 0])
+    queue = GenesPerCellQueue(windows, n_skipped=[0, 0])
     for _ in range(1000):
         queue.take(np.array([4, 4]))
     not_taken = 20 * epochs - 4 * 1000

@@ -2,6 +2,7 @@
 of a cell's genes.
 """
 
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice, pairwise, product
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 from small_corpus import (
     genes_named,
@@ -32,7 +34,10 @@ from cellmill.data.shards.manifest import Manifest
 from cellmill.data.shards.writer import write_shards
 from cellmill.data.stream import token_values
 from cellmill.data.stream.batch import Batch, empty_batch
-from cellmill.data.stream.batch_tokenizer import BatchTokenizer, count_tokens_by_kind
+from cellmill.data.stream.batch_tokenizer import (
+    BatchTokenizer,
+    count_detected_and_undetected_tokens,
+)
 from cellmill.data.stream.builtin_tokenizers import bin_counts
 from cellmill.data.stream.cell_stream import CellStream
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
@@ -190,6 +195,18 @@ def test_counts_too_large_for_a_table_are_binned_too() -> None:
     assert values.tolist() == [1, 2, 3, 1, 3]
 
 
+def test_one_large_count_takes_no_large_table() -> None:
+    counts = np.arange(1, 2001, dtype=np.uint32)
+    counts[7] = 10_000_000
+    cell = SparseCounts(np.array([0, 2000]), np.zeros(2000, np.int32), counts)
+    tracemalloc.start()
+    _, values, _ = tokenize(cell, BinnedTokens())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    np.testing.assert_array_equal(values, bin_counts(counts, 51)[:2000])
+
+
 @every_tokenizer
 def test_without_cells_the_batch_is_empty(tokenizer: str) -> None:
     tokens = OPTIONS[tokenizer]()
@@ -201,6 +218,13 @@ def test_without_cells_the_batch_is_empty(tokenizer: str) -> None:
     for array, expected in zip(tokenize(none, tokens), fields):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
+
+
+def test_copying_an_empty_batch_reads_nothing_from_its_device() -> None:
+    # a tensor on the meta device has no values that could be read
+    batch = to_tensors(empty_batch(np.dtype(np.float32)), torch.device("meta"))
+    assert batch.cu_seqlens.is_meta
+    assert replace(batch).lengths == []
 
 
 def test_values_beyond_the_edges_fall_into_the_outer_bins() -> None:
@@ -370,7 +394,7 @@ def test_values_are_those_of_the_whole_cell(options: dict[str, Any]) -> None:
             assert {*genes[:detected]} == {*by_variability[:detected]}
     tokens = Tokens.model_validate(options | {"max_tokens": 40})
     lengths = cells_of().lengths
-    with_counts, without_counts = count_tokens_by_kind(tokens, lengths, GENES)
+    with_counts, without_counts = count_detected_and_undetected_tokens(tokens, lengths, GENES)
     expected = with_counts + without_counts
     assert np.diff(batch.cu_seqlens).tolist() == expected.tolist()
 
@@ -380,7 +404,7 @@ def test_a_fraction_of_zeros_loses_no_gene_to_rounding(percent: int) -> None:
     for max_tokens in (10, 100, 1000, 2048):
         tokens = Tokens.model_validate({"zero_frac": percent / 100, "max_tokens": max_tokens})
         lengths = np.arange(1, 3000)
-        n_detected, n_undetected = count_tokens_by_kind(tokens, lengths, 100_000)
+        n_detected, n_undetected = count_detected_and_undetected_tokens(tokens, lengths, 100_000)
         max_detected = max(1, max_tokens * (100 - percent) // 100)
         assert n_detected.tolist() == np.minimum(lengths, max_detected).tolist()
         expected = np.minimum(n_detected * percent // (100 - percent), max_tokens - n_detected)

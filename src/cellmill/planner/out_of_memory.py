@@ -13,7 +13,7 @@ import torch
 from cellmill.config.load import stored_options
 from cellmill.config.options import PlanOptions
 from cellmill.data.shards.manifest import Manifest
-from cellmill.data.stream.batch_tokenizer import count_tokens_by_kind
+from cellmill.data.stream.batch_tokenizer import count_detected_and_undetected_tokens
 from cellmill.files import read_json
 from cellmill.planner.hardware import Hardware
 from cellmill.planner.memory import estimate_host_bytes_per_node, estimate_memory
@@ -101,7 +101,7 @@ def advise(
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
     manifest = Manifest.read(Path(record["manifest"]))
-    kept_genes, undetected_genes = count_tokens_by_kind(
+    kept_genes, undetected_genes = count_detected_and_undetected_tokens(
         options.tokens, count_detected_genes(manifest), manifest.n_genes
     )
     corpus = CorpusSize(

@@ -15,7 +15,7 @@ from cellmill.config.corpus import Shard
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions
 from cellmill.data.stream.batch_tokenizer import (
-    count_tokens_by_kind,
+    count_detected_and_undetected_tokens,
     find_max_tokens_of_whole_cells,
 )
 from cellmill.data.stream.level_sampler import read_level_sampler
@@ -139,7 +139,7 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
     )
     # a vocabulary of fewer genes than `max_tokens` limits the tokens
     limited = options.tokens.model_copy(update={"max_tokens": n_tokens})
-    genes, _ = count_tokens_by_kind(limited, tokens, n_genes)
+    genes, _ = count_detected_and_undetected_tokens(limited, tokens, n_genes)
     return PlannedCorpus(options, size, detected_genes=genes, kept_genes=genes)
 
 
@@ -158,7 +158,7 @@ def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
         # training reads a cell again much later, so a sample of steps must not have it twice in a row
         generator = np.random.Generator(np.random.Philox(0))
         detected_genes = generator.permutation(detected_genes.repeat(times_read))
-    kept_genes, undetected_genes = count_tokens_by_kind(
+    kept_genes, undetected_genes = count_detected_and_undetected_tokens(
         options.tokens, detected_genes, shards.n_genes
     )
     size = CorpusSize(

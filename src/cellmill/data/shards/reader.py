@@ -61,14 +61,21 @@ def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
 
 
 def name_cells(shards: list[PackedCellFile], cell_ids: np.ndarray) -> list[str]:
-    """Name cells of a split for error messages, as `dataset:name (FILE row N)`."""
+    """Name cells of a split for error messages, as `dataset:name (FILE row N)`.
+
+    A cell is an `unnamed cell` if its name cannot be read.
+    """
     shard_offsets = row_offsets([shard.n_obs for shard in shards])
     shard_numbers = np.searchsorted(shard_offsets, cell_ids, side="right") - 1
     rows = cell_ids - shard_offsets[shard_numbers]
     names = []
     for number, row in zip(shard_numbers.tolist(), rows.tolist()):
         path = shards[number].path
-        names.append(f"{read_names(path, 'obs')[row]} ({path.name} row {row})")
+        try:
+            name = read_names(path, "obs")[row]
+        except DataError:
+            name = "unnamed cell"
+        names.append(f"{name} ({path.name} row {row})")
     return names
 
 

@@ -1,4 +1,4 @@
-"""Cells as tokens: a gene and a value each, packed one cell after another without padding."""
+"""A batch of cells as tokens. Each token is a gene with a value. Cells follow each other without padding."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,13 +13,13 @@ Array = Any  # numpy arrays as read, torch tensors in training (`models.batch.to
 
 @dataclass(frozen=True)
 class FieldAxis:
-    """The first axis of a batch field, tokens or cells, and the value that pads it."""
+    """The first axis of a field of `Batch`: it has an entry per token, or an entry per cell."""
 
     name: Literal["token", "cell"]
-    pad: float = 0
+    pad: float = 0  # value of the field in tokens or cells of padding
 
 
-# metadata of a field with an entry per token or cell
+# metadata of fields that have an entry per token or per cell
 _PER_TOKEN = {"axis": FieldAxis("token")}
 _PER_CELL = {"axis": FieldAxis("cell")}
 _PER_CELL_PAD_NAN = {"axis": FieldAxis("cell", pad=nan)}
@@ -30,61 +30,81 @@ _PER_CELL_PAD_MINUS_ONE = {"axis": FieldAxis("cell", pad=-1)}
 class Batch:
     """One micro-batch of one data rank, without padding.
 
-    It may be empty: no cells, no tokens, `cu_seqlens` [0]. Arrays per token or per cell are
-    declared only here, and sliced, padded and copied by `map`. Objectives read all of them, a model
-    those in `models.batch.SHOWN`.
+    A batch may be empty: it then has no cells and no tokens, and `cu_seqlens` is [0].
+
+    This class declares all arrays that have an entry per token or per cell. Method `map` slices, pads
+    and copies them, so a new array needs no further code. Objectives read all arrays. Models read only
+    the fields in `models.batch.SHOWN`.
     """
 
-    # (tokens,) int32, int64 as tensors: a gene's row in the vocabulary + len(SPECIAL)
+    # (tokens,) int32, as a tensor int64: row of the token's gene in the vocabulary + len(SPECIAL)
     token_ids: Array = field(metadata=_PER_TOKEN)
-    # (tokens,), by the tokenizer's value kind. scalar: numbers, float32. class: integers, from 1 for
-    # detected genes, 0 for undetected ones. place: positions in the cell, from 0. none: not read
+
+    # (tokens,): the value of each token. The value kind of the tokenizer says what it is:
+    # - scalar: a number, float32
+    # - class: an integer, from 1 for detected genes, and 0 for undetected genes
+    # - place: the position of the token in its cell, from 0
+    # - none: models do not read the values
     values: Array = field(metadata=_PER_TOKEN)
-    # (cells + 1,) int32: offset of each cell's first token, and the number of tokens
+
+    # (cells + 1,) int32: index of each cell's first token; the last entry is the number of tokens
     cu_seqlens: Array
+
     # (cells,) int64: index of each cell in its split or file
     cell_ids: Array = field(metadata=_PER_CELL_PAD_MINUS_ONE)
-    # (tokens,) int64: the gene's count in the cell, or 0; None unless the objective needs it
+
+    # (tokens,) int64: count of the token's gene in the cell, 0 if the gene is undetected. The array is
+    # None unless the objective needs counts
     counts: Array | None = field(default=None, metadata=_PER_TOKEN)
-    # (cells, columns) int32: level codes of obs columns, 0 unknown; a column with missing values has a
-    # last level for these
+
+    # (cells, columns) int32: level codes of obs columns; 0 is an unknown value. In a column with missing
+    # values, the last level stands for them
     levels: Array | None = field(default=None, metadata=_PER_CELL)
-    # (cells, columns) float64: values of numeric obs columns, NaN unknown
+
+    # (cells, columns) float64: values of numeric obs columns; NaN is an unknown value
     numbers: Array | None = field(default=None, metadata=_PER_CELL_PAD_NAN)
+
     # (cells, width) float32: a teacher model's vector of each cell
     teacher: Array | None = field(default=None, metadata=_PER_CELL_PAD_NAN)
-    # (tokens,) int64: for a covariate's token its row in the embedding of covariates, else 0
+
+    # (tokens,) int64: if the token is a covariate, its row in the embedding of covariates, otherwise 0
     # (`models.cell_encoder`)
     covariate_rows: Array | None = field(default=None, metadata=_PER_TOKEN)
-    # number of tokens of each cell, on the CPU: reading it never waits for a device
+
+    # number of tokens of each cell. The list is on the CPU, so reading it never waits for a device. If it
+    # is left empty, `__post_init__` computes it from `cu_seqlens`
     lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.lengths:
+        # a batch without cells is left alone: computing its empty list would wait for the device
+        if not self.lengths and len(self.cu_seqlens) > 1:
             lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
             object.__setattr__(self, "lengths", lengths)
 
     @classmethod
     @cache
     def _axes(cls) -> dict[str, FieldAxis]:
+        """Return, by name, the axis of each field that has an entry per token or per cell."""
         return {f.name: f.metadata["axis"] for f in fields(cls) if "axis" in f.metadata}
 
     def map(self, change: Callable[[FieldAxis, Array], Array], **replaced: Any) -> Self:
-        """Return the batch with `change` applied to every array per token or per cell.
+        """Return a copy of the batch in which every array per token or per cell is changed by `change`.
 
-        Fields in `replaced` get the given value instead; `cu_seqlens` changes only in this way. Unless
-        they are in `replaced`, lengths are computed again from `cu_seqlens`, which on a device waits
-        for it.
+        A field in `replaced` gets the given value instead. Field `cu_seqlens` is changed only if it is in
+        `replaced`.
+
+        Pass `lengths` too if you know them. Otherwise they are computed from `cu_seqlens`, and the CPU
+        then waits for the device that has `cu_seqlens`.
         """
-        fields_of_batch: dict[str, Any] = {"lengths": []}
+        changed: dict[str, Any] = {"lengths": []}  # `__post_init__` computes an empty list
         for name, axis in self._axes().items():
             array = getattr(self, name)
             if array is not None and name not in replaced:
-                fields_of_batch[name] = change(axis, array)
-        return replace(self, **fields_of_batch | replaced)
+                changed[name] = change(axis, array)
+        return replace(self, **changed | replaced)
 
     def arrays(self, axis: Literal["token", "cell"]) -> dict[str, Array]:
-        """Return the arrays of an axis that are not None, by field."""
+        """Return, by name, the arrays that have this axis and are not None."""
         arrays = {}
         for name, field_axis in self._axes().items():
             array = getattr(self, name)
@@ -93,9 +113,10 @@ class Batch:
         return arrays
 
     def with_cell_fields(self, arrays_by_field: Mapping[str, Array | None]) -> Self:
-        """Return the batch with further fields per cell, each taken from an array over all cell ids.
+        """Return the batch with further fields that have an entry per cell.
 
-        A field whose array is None is left as it is.
+        `arrays_by_field` has an array for each field. Entry i of the array belongs to the cell with id i.
+        If the array of a field is None, the field is not changed.
         """
         added = {}
         for name, array in arrays_by_field.items():
@@ -104,7 +125,7 @@ class Batch:
         return replace(self, **added) if added else self
 
     def slice_cells(self, start: int, stop: int) -> Self:
-        """Return the batch of cells `start:stop`, whose arrays but `cu_seqlens` share memory with this one's."""
+        """Return cells `start:stop` as a batch. Its arrays are views of this batch's, except `cu_seqlens`."""
         offsets = self.cu_seqlens[start : stop + 1]
         slices = {
             "token": slice(int(offsets[0]), int(offsets[-1])),
@@ -118,7 +139,7 @@ class Batch:
 
 
 def empty_batch(dtype: np.dtype, with_counts: bool = False) -> Batch:
-    """Make a batch of no cells, with values of `dtype`, and with counts if `with_counts`."""
+    """Make a batch without cells. Its values have type `dtype`. It has an array of counts if `with_counts`."""
     return Batch(
         token_ids=np.empty(0, np.int32),
         values=np.empty(0, dtype),

@@ -1,9 +1,9 @@
-"""Micro-batches of a data rank, made from the packed cells of its steps."""
+"""Making of micro-batches: the packed cells of a data rank's steps become `Batch` objects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,28 @@ from cellmill.data.stream.unpacker import CellUnpacker
 from cellmill.data.stream.windows import StreamCells
 from cellmill.errors import DataError
 
-_MAX_GENES_PER_CALL = 1 << 20  # small micro-batches are tokenized together, up to this many genes
+# small micro-batches are tokenized together, up to this total number of genes
+_MAX_GENES_PER_CALL = 1 << 20
 
 
 @dataclass(frozen=True)
 class BatchFields:
-    """The fields of batches in addition to token ids and values."""
+    """The fields that batches have in addition to token ids and values."""
 
-    with_counts: bool = False  # counts of the tokens
-    # obs columns of the fields `levels` and `numbers`, each with the option that names it, for messages
+    with_counts: bool = False  # True: batches have the counts of their tokens
+    # obs columns of the fields `levels` and `numbers`. Each column has the option that names it, which
+    # error messages show
     level_columns: Mapping[str, str] = field(default_factory=dict)
     number_columns: Mapping[str, str] = field(default_factory=dict)
-    # folder with the vectors of a teacher (`data.shards.index`)
+    # folder with a teacher model's vectors of cells (`data.shards.index`); None: no field `teacher`
     teacher_folder: str | None = None
 
     def open_cell_arrays(self, manifest: Manifest, split: str) -> dict[str, Any]:
-        """Open, for each of these fields per cell, the array of its values for all cells of the split."""
+        """Open the arrays from which batches take `levels`, `numbers` and `teacher`.
+
+        Returns the arrays by field of `Batch`. Each has an entry for every cell of the split. A field
+        that is not wanted is left out. Raises DataError if the teacher has no vectors of the split.
+        """
         arrays: dict[str, Any] = {}
         if self.level_columns:
             arrays["levels"] = CellColumns(manifest, split, "levels", self.level_columns)
@@ -59,33 +65,39 @@ class BatchMaker:
     data_rank: int
     unpacker: CellUnpacker
     tokenizer: BatchTokenizer
-    with_counts: bool
-    cell_arrays: Mapping[str, Any]  # `BatchFields.open_cell_arrays`
-
-    @cached_property
-    def _empty_batch(self) -> Batch:
-        return empty_batch(self.tokenizer.dtype, self.with_counts).with_cell_fields(
-            self.cell_arrays
-        )
+    with_counts: bool  # True: batches have the counts of their tokens
+    cell_arrays: Mapping[str, Any]  # what `BatchFields.open_cell_arrays` has returned
 
     def make_micro_batches(self, group: StepGroup) -> list[list[Batch]]:
         """Make this rank's micro-batches of each step of a group.
 
-        Every rank makes equally many in a step, so some may be empty.
+        Returns a list of micro-batches per step. All ranks have the same number of micro-batches in a
+        step, so the last micro-batches of a rank may be empty.
         """
         n_tokens = self.tokenizer.count_tokens(group.genes_per_cell)
         splits = self.micro_batch_rule.split_steps(n_tokens, group.cells_by_rank, self.data_rank)
-        filled = iter(self._make_filled(group.local_cells, splits.offsets, group.epoch))
+        filled = self._make_filled_batches(group.local_cells, splits.offsets, group.epoch)
         batches_by_step = []
+        start = 0  # number of filled batches in earlier steps
         for n_filled, n_batches in zip(splits.n_filled, splits.n_batches):
-            n_empty = n_batches - n_filled
-            batches_by_step.append(list(islice(filled, n_filled)) + [self._empty_batch] * n_empty)
+            empty = [self._empty_batch] * (n_batches - n_filled)
+            batches_by_step.append(filled[start : start + n_filled] + empty)
+            start += n_filled
         return batches_by_step
 
-    def _make_filled(self, cells: StreamCells, offsets: list[int], epoch: int) -> list[Batch]:
-        """Make the micro-batches that have cells: one of the cells between each offset and the next.
+    @cached_property
+    def _empty_batch(self) -> Batch:
+        """Micro-batch without cells, with all fields of the other micro-batches."""
+        return empty_batch(self.tokenizer.dtype, self.with_counts).with_cell_fields(
+            self.cell_arrays
+        )
 
-        Small micro-batches are tokenized together, then sliced.
+    def _make_filled_batches(
+        self, cells: StreamCells, offsets: list[int], epoch: int
+    ) -> list[Batch]:
+        """Make the micro-batches that are not empty. Micro-batch i has cells `offsets[i]:offsets[i + 1]`.
+
+        Consecutive small micro-batches are tokenized together as one large batch, then sliced.
         """
         micro_batches = []
         genes_per_batch = np.diff(row_offsets(cells.packed.lengths)[offsets])

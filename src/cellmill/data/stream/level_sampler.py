@@ -1,20 +1,24 @@
-"""How often each cell is read in an epoch, by the level of an obs column.
+"""Number of times that each cell is read in an epoch, if cells are weighted by the levels of an obs column.
 
-An epoch over N cells has N reads. With weights, some cells are read several times and others not at
-all. The weight of a cell is its expected number of reads. If n cells have its level, its weight is
-`min(max_repeats, s * n ** -exponent)`, with s such that all weights sum to N. With exponent 0 all
-weights are 1. With exponent 1 every level is read equally often, except levels that reach the cap
-`max_repeats`. Over the first `weight_warmup_steps` optimizer steps, weights change from those of
-`weight_start_exponent` to those of `weight_exponent`. Each epoch has the weights of its first step.
+An epoch over N cells has N reads. With weights, some cells are read several times and others not at all. The
+weight of a cell is its expected number of reads.
 
-With `labelled_frac`, the L cells that have a level get that fraction of the N reads: the weights
-above are computed over these L cells only, then multiplied by `labelled_frac * N / L`. Cells without
-a level share the other reads equally. `labelled_frac` has no effect if all cells have a level, or none
-has. If `labelled_frac` is null, a missing value is a level like any other.
+Suppose that n cells have a certain level. Each of them has weight `min(max_repeats, s * n ** -exponent)`. The
+factor s is chosen so that all weights sum to N. With exponent 0 all weights are 1. With exponent 1 every
+level is read equally often, except levels that reach the cap `max_repeats`.
 
-A level of n cells of weight w is read floor(n * w) times or once more, and each of its cells floor(w)
-times or once more. Which levels and which cells are read once more is drawn anew in each epoch, so that
-the mean over epochs is the weight.
+Weights change linearly over the first `weight_warmup_steps` optimizer steps: from the weights of
+`weight_start_exponent` to the weights of `weight_exponent`. Each epoch has the weights of its first step.
+
+With `labelled_frac`, a cell is labelled if it has a level. A fraction `labelled_frac` of the N reads are of
+labelled cells. If there are L labelled cells, the weights above are computed over these cells only, then
+multiplied by `labelled_frac * N / L`. The unlabelled cells share the other reads equally. If all cells are
+labelled, or none is, `labelled_frac` has no effect. If `labelled_frac` is null, a missing value is a level
+like any other.
+
+A level of n cells with weight w is read floor(n * w) times, or once more. Each of its cells is read floor(w)
+times, or once more. Each epoch draws anew which levels and which cells are read once more. So the mean number
+of reads over many epochs is the weight.
 """
 
 from dataclasses import dataclass
@@ -28,14 +32,15 @@ from cellmill.data.keys import READS_OF_LEVELS, REPEATS, random_words
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
 
-ROUNDING = "systematic"  # how expected reads become whole numbers, as states of streams name it
+# states of streams have this name of the method that turns expected reads into whole numbers
+ROUNDING = "systematic"
 
 
 @dataclass(frozen=True, eq=False)
 class LevelSampler:
     """Draws how often each of the first `len(level_codes)` cells of a split is read in an epoch."""
 
-    # `(cells,)` integers: level code of each cell. 0: the cell has no value, only with `labelled_frac`
+    # level code of each cell, `(cells,)` integers. Code 0 is an unlabelled cell; only with `labelled_frac`
     level_codes: np.ndarray
     options: Stream  # section `stream` of the configuration
 
@@ -45,11 +50,12 @@ class LevelSampler:
         `first_global_step` is the global step at which the epoch begins.
         """
         times_read = np.zeros(len(self.level_codes), np.uint32)
-        n_reads = self._draw_reads(seed, epoch, first_global_step).tolist()
+        reads_by_level = self._draw_reads_by_level(seed, epoch, first_global_step).tolist()
         for level_code, cells in enumerate(self._cells_by_level):
             if not len(cells):
                 continue
-            n_times, n_once_more = divmod(n_reads[level_code], len(cells))
+            # divide the reads of the level evenly among its cells, and the remainder at random
+            n_times, n_once_more = divmod(reads_by_level[level_code], len(cells))
             times_read[cells] = n_times
             if n_once_more:
                 words = random_words(len(cells), seed, REPEATS, epoch, level_code)
@@ -57,16 +63,22 @@ class LevelSampler:
                 times_read[cells[drawn]] += 1
         return times_read
 
-    def _draw_reads(self, seed: int, epoch: int, first_global_step: int) -> np.ndarray:
-        """Draw the reads of each level in an epoch, `(levels,)` int64; they sum to the number of cells.
+    def find_readable_cells(self) -> np.ndarray:
+        """Return True for each cell with a weight above 0, `(cells,)` bool. Other cells are never read."""
+        weights = self._compute_weights(self.options.weight_exponent)
+        return np.asarray((weights > 0)[self.level_codes])
 
-        Systematic sampling: the expected reads of the levels are laid end to end on a line, and a level
-        is read once for each k - offset on its piece, for whole numbers k.
+    def _draw_reads_by_level(self, seed: int, epoch: int, first_global_step: int) -> np.ndarray:
+        """Draw the number of reads of each level in an epoch, `(levels,)` int64.
+
+        The numbers sum to the number of cells. They are drawn by systematic sampling: the expected reads of
+        the levels are laid end to end on a line. Points are set on the line at distance 1, from a random
+        start. A level is read once for each point on its piece of the line.
         """
         n_cells = len(self.level_codes)
         [word] = random_words(1, seed, READS_OF_LEVELS, epoch).tolist()
-        # uniform between 0 and 1, of 24 bits: far enough from both that sums near a whole number have
-        # the floor of that number
+        # uniform in (0, 1), at least 2**-25 from either end. A sum that should be whole, but has a small
+        # rounding error, is then still rounded to that whole number
         offset = ((word >> 40) + 0.5) / (1 << 24)
         ends = np.cumsum(self._compute_expected_reads(first_global_step))
         reads_up_to = np.minimum(np.floor(ends + offset), n_cells).astype(np.int64)
@@ -74,7 +86,10 @@ class LevelSampler:
         return np.diff(reads_up_to, prepend=0)
 
     def _compute_expected_reads(self, first_global_step: int) -> np.ndarray:
-        """Compute the mean reads of each level in epochs that begin at a global step, `(levels,)` float64."""
+        """Compute the expected reads of each level in an epoch, `(levels,)` float64.
+
+        The epoch begins at global step `first_global_step`.
+        """
         warmup_steps = self.options.weight_warmup_steps
         warmup_frac = min(1.0, first_global_step / warmup_steps) if warmup_steps else 1.0
         start_weights = self._compute_weights(self.options.weight_start_exponent)
@@ -83,44 +98,46 @@ class LevelSampler:
         return np.asarray(self._level_sizes * weights)
 
     def _compute_weights(self, exponent: float) -> np.ndarray:
-        """Compute the weight of a cell of each level, `(levels,)` float64."""
+        """Compute the weight of a cell of each level, `(levels,)` float64. Index 0 is unlabelled cells."""
         sizes = self._level_sizes
         max_weight = self.options.max_repeats
         labelled_frac = self.options.labelled_frac
         n_cells = len(self.level_codes)
-        n_without_level = int(sizes[0])
-        n_with_level = n_cells - n_without_level
-        if labelled_frac is None or not n_with_level:
+        n_unlabelled = int(sizes[0])
+        n_labelled = n_cells - n_unlabelled
+        if labelled_frac is None or not n_labelled:
             return compute_capped_weights(sizes, exponent, max_weight)
-        # reads of cells with a level; cells without a level share the other reads
-        labelled_reads = labelled_frac * n_cells if n_without_level else n_cells
-        labelled_weights = compute_capped_weights(np.append(0, sizes[1:]), exponent, max_weight)
-        weights = labelled_weights * labelled_reads / n_with_level
-        weights[0] = (n_cells - labelled_reads) / max(n_without_level, 1)
+        # number of reads of labelled cells; unlabelled cells share the other reads
+        labelled_reads = labelled_frac * n_cells if n_unlabelled else n_cells
+        # weights as if there were only labelled cells, with mean 1
+        relative_weights = compute_capped_weights(np.append(0, sizes[1:]), exponent, max_weight)
+        weights = relative_weights * labelled_reads / n_labelled
+        weights[0] = (n_cells - labelled_reads) / max(n_unlabelled, 1)
         return weights
 
     @cached_property
     def _level_sizes(self) -> np.ndarray:
-        """Number of cells of each level, `(levels,)` int64; index 0 for cells without a level."""
+        """Number of cells of each level, `(levels,)` int64. Index 0 is unlabelled cells."""
         return np.bincount(self.level_codes)
 
     @cached_property
     def _cells_by_level(self) -> list[np.ndarray]:
-        """Indices of the cells of each level, `(cells of the level,)` int64."""
-        by_level = np.argsort(self.level_codes, kind="stable")
-        return np.split(by_level, np.cumsum(self._level_sizes)[:-1])
+        """Indices of the cells of each level, `(cells of the level,)` int64. Index 0 is unlabelled cells."""
+        sorted_cells = np.argsort(self.level_codes, kind="stable")
+        return np.split(sorted_cells, np.cumsum(self._level_sizes)[:-1])
 
 
 def compute_capped_weights(sizes: np.ndarray, exponent: float, max_weight: float) -> np.ndarray:
-    """Compute the weight of a cell of each level without `labelled_frac`, `(levels,)` float64.
+    """Compute the weight of a cell of each level, without `labelled_frac`, `(levels,)` float64.
 
-    It is `min(max_weight, s * size ** -exponent)`, with s such that the mean over all cells is 1.
-    `sizes`, `(levels,)`, are numbers of cells, and may be 0. `max_weight` is at least 1.
+    The weight is `min(max_weight, s * size ** -exponent)`. The factor s is chosen so that the mean weight of
+    all cells is 1. `sizes`, `(levels,)`, has the number of cells of each level, which may be 0. `max_weight`
+    is at least 1.
     """
     relative = np.maximum(sizes, 1.0) ** -exponent
     is_capped = np.zeros(len(sizes), bool)
-    while True:  # each round caps at least one more level
-        # scale the other levels to the reads that capped levels leave
+    while True:  # each round caps at least one further level
+        # number of reads that capped levels leave to the other levels
         n_left = sizes.sum() - max_weight * sizes[is_capped].sum()
         relative_sum = float((sizes * relative)[~is_capped].sum())
         scale = n_left / relative_sum if relative_sum else 0.0
@@ -134,10 +151,13 @@ def compute_capped_weights(sizes: np.ndarray, exponent: float, max_weight: float
 def read_level_sampler(
     manifest: Manifest, split: str, stream: Stream, max_cells: int | None = None
 ) -> LevelSampler:
-    """Read the sampler of a split's first `max_cells` cells, by the levels of `stream.weight_by`."""
+    """Read the levels of `stream.weight_by` for the first cells of a split, and make their sampler.
+
+    `max_cells` is the number of cells. None reads the levels of all cells.
+    """
     levels_by_column = manifest.levels(stream.weights_column())  # of one column
-    codes = CellColumns(manifest, split, "levels", levels_by_column)[:max_cells][:, 0]
+    level_codes = CellColumns(manifest, split, "levels", levels_by_column)[:max_cells][:, 0]
     [levels] = levels_by_column.values()
     if stream.labelled_frac is not None and MISSING in levels:
-        codes = np.where(codes == levels.index(MISSING) + 1, 0, codes)
-    return LevelSampler(codes, stream)
+        level_codes = np.where(level_codes == levels.index(MISSING) + 1, 0, level_codes)
+    return LevelSampler(level_codes, stream)

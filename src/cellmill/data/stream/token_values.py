@@ -1,8 +1,8 @@
-"""Tokens whose values are positions in the cell, or log(1 + counts per 10,000).
+"""Making of tokens with two kinds of values: positions in the cell, or log(1 + counts per 10,000).
 
-Small batches are computed by numpy, and large ones by compiled loops (`data.compiled_loops`), which
-are then faster. Both give the same bits. The loops take the logarithm of a small count from a table
-of its cell.
+numpy makes the tokens of small batches. Compiled loops (`data.compiled_loops`) make the tokens of large
+batches, because they are faster there. The results are the same, bit for bit. The loops take the logarithm
+of a small count from a table, which has a row for each cell.
 """
 
 from typing import Any
@@ -16,22 +16,22 @@ from cellmill.data.recycled import recycled_empty
 from cellmill.data.rows import row_sums
 from cellmill.data.stream.tokenizer import CellTokens, KeptGenes
 
-LARGE_BATCH = 1 << 15  # number of tokens from which loops are faster
-_TABLED_COUNTS = 64  # a table has the logarithms of the counts below this number
+LARGE_BATCH = 1 << 15  # compiled loops are faster than numpy for at least this many tokens
+_TABLED_COUNTS = 64  # the table has the logarithms of counts 0 to 63
 
 
 def make_position_tokens(kept: KeptGenes) -> CellTokens:
-    """Make tokens of the kept genes; values are int32 positions in the cell from 0."""
+    """Make tokens of the kept genes. Their values are positions in the cell, int32, from 0."""
     values = recycled_empty(kept.cu_seqlens[-1], np.int32)
     offsets, genes, _ = kept.cells
-    loops = _loops_or_none(kept, with_counts=False)
+    loops = _find_loops(kept, with_counts=False)
     if loops is not None:
         token_ids = recycled_empty(len(values), np.int32)
         loops.fill_positions(
             offsets, genes, kept.cu_seqlens, token_ids, values, np.int32(len(SPECIAL))
         )
         return CellTokens(token_ids, values, kept.cu_seqlens)
-    # slicing one arange is twice as fast as subtracting repeated offsets
+    # join slices 0:n of one array; this is twice as fast as subtracting each cell's offset
     positions = np.arange(kept.lengths.max(initial=0), dtype=np.int32)
     by_cell = [positions[:n] for n in kept.lengths.tolist()]
     np.concatenate(by_cell or [positions], out=values)
@@ -39,22 +39,24 @@ def make_position_tokens(kept: KeptGenes) -> CellTokens:
 
 
 def make_log_tokens(kept: KeptGenes) -> CellTokens:
-    """Make tokens of the kept genes; values are float32 log(1 + counts per 10,000)."""
+    """Make tokens of the kept genes. Their values are log(1 + counts per 10,000), float32."""
     offsets, _, counts = kept.cells
-    loops = _loops_or_none(kept, with_counts=True)
+    loops = _find_loops(kept, with_counts=True)
     if loops is not None:
         return _make_log_tokens_by_loops(loops, kept)
+    # multiply each count by 10,000 / (total of its cell), then take the logarithm
     values = kept.select(counts, np.float32)
     values *= np.repeat(scale_of_totals(row_sums(counts, offsets), np.float32), kept.lengths)
     np.log1p(values, out=values)
     return CellTokens(kept.token_ids(), values, kept.cu_seqlens)
 
 
-def _loops_or_none(kept: KeptGenes, with_counts: bool) -> Any:
-    """Return the module of compiled loops, or None if numpy must make the tokens.
+def _find_loops(kept: KeptGenes, with_counts: bool) -> Any:
+    """Return the module of compiled loops, or None if numpy is to make the tokens.
 
-    numpy is faster for small batches. The loops accept only some dtypes, and contiguous arrays that
-    are writeable.
+    numpy makes the tokens if the batch is small, if the loops are not loaded, or if the loops do not accept
+    the arrays. The loops accept only arrays of certain types that are contiguous and writeable. If
+    `with_counts`, the loops also read the counts.
     """
     n_tokens = int(kept.cu_seqlens[-1])
     offsets, genes, counts = kept.cells
@@ -71,18 +73,19 @@ def _loops_or_none(kept: KeptGenes, with_counts: bool) -> Any:
 
 
 def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
-    """Do the same as `make_log_tokens`, by the compiled loops."""
+    """Make the tokens of `make_log_tokens` with the compiled loops."""
     cells = kept.cells
     n_tokens = int(kept.cu_seqlens[-1])
     totals = np.empty(cells.n_cells, np.int64)
     loops.sum_cells(cells.offsets, cells.counts, totals)
     scale = scale_of_totals(totals, np.float32)
-    # each cell's values of counts 0, 1, 2 and so on, (cells, _TABLED_COUNTS)
+    # table (cells, _TABLED_COUNTS): for each cell the values of counts 0, 1, 2 and so on
     table = np.multiply.outer(scale, np.arange(_TABLED_COUNTS, dtype=np.float32))
     np.log1p(table, out=table)
     token_ids = recycled_empty(n_tokens, np.int32)
     values = recycled_empty(n_tokens, np.float32)
-    large = recycled_empty(n_tokens, np.int32)  # tokens whose count is not in the table
+    # `fill_tokens` writes the indices of tokens with a count that is not in the table to the start of `large`
+    large = recycled_empty(n_tokens, np.int32)
     n_large = loops.fill_tokens(
         *cells,
         kept.cu_seqlens,
@@ -93,7 +96,7 @@ def _make_log_tokens_by_loops(loops: Any, kept: KeptGenes) -> CellTokens:
         large,
         np.int32(len(SPECIAL)),
     )
-    # the loops leave the logarithms of large counts to numpy
+    # numpy takes the logarithms of these large counts
     large = large[:n_large]
     values[large] = np.log1p(values[large])
     return CellTokens(token_ids, values, kept.cu_seqlens)

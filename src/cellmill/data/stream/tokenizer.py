@@ -1,4 +1,4 @@
-"""Contract of a tokenizer, and what tokenizers share: truncating cells to their first genes."""
+"""The contract of a tokenizer, and code for all tokenizers: it truncates cells to their first genes."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -11,23 +11,29 @@ from cellmill.data.stream.batch import Batch
 
 
 class CellTokens(NamedTuple):
-    """Tokens of some cells, as in `Batch`."""
+    """Tokens of some cells, cell after cell. The arrays are those of the fields of `Batch`."""
 
     token_ids: np.ndarray  # (tokens,) int32
-    values: np.ndarray  # (tokens,) of the tokenizer's `dtype`
-    cu_seqlens: np.ndarray  # (cells + 1,) int32
+    values: np.ndarray  # (tokens,), of the tokenizer's `dtype`
+    cu_seqlens: (
+        np.ndarray
+    )  # (cells + 1,) int32: index of each cell's first token, and the number of tokens
 
 
 class Tokenizer(Protocol):
-    """Turns the genes of cells into tokens: pure, and vectorised over cells.
+    """Turns the genes of cells into tokens.
 
-    It implements the options `config.parts.tokens.Tokens`, and is constructed with them. The tokens of
-    a cell are its first `max_tokens` genes, in the cell's order. `BatchTokenizer` may choose genes itself
-    (`truncation` other than top, or `zero_frac`). It then sets a `max_tokens` that truncates no cell.
+    A tokenizer implements the options `config.parts.tokens.Tokens`, and is constructed with these options.
+    It computes all cells at once with array code, and the tokens depend on nothing but the cells and the
+    options.
+
+    The tokens of a cell are its first `max_tokens` genes, in the order in which the cell has them. If
+    `truncation` is not top, or `zero_frac` is above 0, `BatchTokenizer` chooses the genes itself. It then
+    sets a `max_tokens` that truncates no cell.
     """
 
-    dtype: np.dtype  # dtype of the values
-    # if False, `tokenize` may get only the first `max_tokens` genes of each cell, and None as counts
+    dtype: np.dtype  # type of the values
+    # False: `tokenize` may get only the first `max_tokens` genes of each cell, with None as counts
     needs_counts: bool
 
     def tokenize(self, cells: SparseCounts) -> CellTokens:
@@ -37,19 +43,25 @@ class Tokenizer(Protocol):
 
         - The model reads the order of tokens (`FamilyConfig.reads_token_order`).
         - The value kind is `place`.
-        - `truncation` is top, and the cell has more genes than are kept: `max_tokens`, or fewer with
-          `zero_frac`.
+        - `truncation` is top, and the cell has more genes than it keeps. A cell keeps `max_tokens` genes, or
+          fewer with `zero_frac`.
 
-        In all other cases they may be in any order. The residues of a sequence are always in their own
-        order. Counts are above 0. They may be None unless `needs_counts`.
+        In all other cases the genes of a cell may be in any order. The residues of a sequence are always in
+        the order of the sequence.
+
+        Counts are above 0. If `needs_counts` is False, the counts may be None.
         """
 
 
 class KeptGenes:
     """The first `max_tokens` genes of each cell.
 
-    Attributes: `cells`, the whole cells; `lengths`, `(cells,)` int64, the numbers of kept genes; and
-    `cu_seqlens`, `(cells + 1,)` int32, the offsets of the kept genes.
+    Attributes:
+
+    - `cells`: the whole cells
+    - `lengths`, `(cells,)` int64: the number of kept genes of each cell
+    - `cu_seqlens`, `(cells + 1,)` int32: the index of each cell's first kept gene among all kept genes; the
+      last entry is the number of kept genes
     """
 
     def __init__(self, cells: SparseCounts, max_tokens: int) -> None:
@@ -59,7 +71,10 @@ class KeptGenes:
         self.lengths.cumsum(out=self.cu_seqlens[1:])
 
     def select(self, array: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
-        """Copy the entries of `array`, `(nonzeros,)`, of the kept genes: `(tokens,)` of `dtype`."""
+        """Copy the entries of the kept genes from `array`, as `(tokens,)` of type `dtype`.
+
+        `array`, `(nonzeros,)`, has an entry for each gene of the whole cells.
+        """
         kept = recycled_empty(self.cu_seqlens[-1], dtype)
         if self._keeps_all():
             kept[:] = array
@@ -70,7 +85,7 @@ class KeptGenes:
         return kept
 
     def token_ids(self) -> np.ndarray:
-        """Compute the token ids of the kept genes, `(tokens,)` int32; the array shares no memory."""
+        """Compute the token ids of the kept genes, `(tokens,)` int32, as a new array."""
         genes = self.cells.genes
         if self._keeps_all():
             token_ids = recycled_empty(self.cu_seqlens[-1], np.int32)
@@ -80,7 +95,7 @@ class KeptGenes:
         return token_ids
 
     def _keeps_all(self) -> bool:
-        """Return True if all genes are kept."""
+        """Return True if every cell keeps all its genes."""
         return bool(self.cu_seqlens[-1] == self.cells.offsets[-1])
 
 
@@ -91,14 +106,16 @@ def tokenize_to_batch(
     with_counts: bool,
     **cell_fields: Any,
 ) -> Batch:
-    """Tokenize `cells`, whose ids are `cell_ids`, `(cells,)`, and build a batch from their tokens.
+    """Tokenize `cells`, and build a batch from their tokens.
 
-    It has the counts of its tokens if `with_counts`, and the further fields `cell_fields`.
+    `cell_ids`, `(cells,)`, has the ids of the cells. If `with_counts`, the batch has the counts of its
+    tokens. `cell_fields` are further fields of the batch, by name.
     """
     tokens = tokenizer.tokenize(cells)
     token_counts = None
     if with_counts:
-        # a cell's tokens are its first genes: if any cell was truncated, the longest has `max_tokens`
+        # the tokens of a cell are its first genes, so their counts are its first counts. Truncating to the
+        # longest cell's number of tokens finds them: if any cell was truncated, this number is `max_tokens`
         max_tokens = int(np.diff(tokens.cu_seqlens).max(initial=0))
         token_counts = KeptGenes(cells, max_tokens).select(cells.counts, np.int64)
     return Batch(*tokens, cell_ids, token_counts, **cell_fields)

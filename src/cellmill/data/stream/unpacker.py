@@ -1,4 +1,4 @@
-"""Unpacking of the cells of micro-batches, with their genes in rank order where that matters."""
+"""Unpacking of the cells of micro-batches. Their genes are put in rank order where the tokens need it."""
 
 import numpy as np
 
@@ -15,10 +15,13 @@ from cellmill.errors import DataError
 
 
 class CellUnpacker:
-    """Unpacks the genes of cells, in rank order if `in_rank_order` or if their tokens depend on it.
+    """Unpacks the genes and counts of cells.
 
-    Counts are unpacked if `tokenizer` reads them, if `with_counts`, and always from shards with
-    `order: genes`.
+    The genes of all cells are in rank order if `in_rank_order`. Otherwise they are in rank order only in
+    the cells in which `tokenizer` needs it.
+
+    Counts are left out if three conditions hold: `tokenizer` does not read them, `with_counts` is False, and
+    the shards have `order: rank`.
     """
 
     def __init__(
@@ -33,19 +36,22 @@ class CellUnpacker:
         self._shards = shards
         dtype = np.result_type(*(shard.kind.dtype for shard in shards))
         self._kind = CellKind(manifest.gene_order, manifest.n_genes, dtype)
-        # None: all genes are unpacked, and their counts
+        # unpack at most so many genes of each cell, without counts. None: unpack all genes and counts
         self._max_genes: int | None = None
         if manifest.gene_order == "rank":
-            self._max_genes = tokenizer.max_genes_to_unpack(with_counts)
-        # None: genes stay in the order in which they are stored
+            self._max_genes = tokenizer.find_max_genes_to_unpack(with_counts)
+        # sorts the genes of cells. None: genes stay in the order in which they are stored
         self._rank_order: RankOrder | None = None
-        ranked_cells = "all" if in_rank_order else tokenizer.cells_in_rank_order()
-        if ranked_cells != "none":
-            max_unsorted_genes = 0 if ranked_cells == "all" else tokenizer.max_detected_tokens
+        which_cells = "all" if in_rank_order else tokenizer.which_cells_need_rank_order()
+        if which_cells != "none":
+            max_unsorted_genes = 0 if which_cells == "all" else tokenizer.max_detected_tokens
             self._rank_order = read_rank_order(manifest, shards[0].path, max_unsorted_genes)
 
     def unpack(self, cells: StreamCells) -> SparseCounts:
-        """Unpack `cells`. Raises DataError with the name of a damaged cell."""
+        """Unpack the genes of `cells`, and their counts unless they are left out.
+
+        Raises DataError if a cell is damaged. The message names the cell.
+        """
         try:
             unpacked = cells.packed.unpack(self._kind, self._max_genes)
         except DamagedPart as error:

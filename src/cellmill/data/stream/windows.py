@@ -1,8 +1,9 @@
-"""Sets of windows of shuffled cells, whose packed bytes are read by threads.
+"""Reading of window sets: threads read the packed bytes of their cells.
 
-A window set has window number k of every lane of a data rank. Its bytes are read in the order of the
-files into one buffer. Index arrays list its cells in stream order, so shuffling moves no data, and the
-cells of a step are one slice. The memory of a buffer is used again (`recycled_empty`).
+A window set has window number k of every lane of a data rank. Its bytes are read into one buffer, in the
+order in which they lie in the files. Index arrays list the cells of the window set in stream order. So
+shuffling moves no data, and the cells of a step are one slice of the arrays. The memory of a buffer is used
+again by a later window set (`recycled_empty`).
 """
 
 from __future__ import annotations
@@ -28,44 +29,47 @@ from cellmill.data.rows import (
 )
 from cellmill.data.stream.order import CellSpans, EpochOrder, OrderCache, OrderRule
 
-# about how many tasks read a window set: each costs time to submit. A task reads from one shard, so
-# a window set over many shards has more
+# about this many tasks read a window set. More tasks would cost time to submit. A task reads from one shard
+# only, so a window set over many shards has more tasks
 _TARGET_TASKS = 32
 
 
 class ByteSpans(NamedTuple):
-    """Bytes of spans of packed cells, in their shards and in a window set's buffer.
+    """Where the bytes of spans of packed cells are in their shards, and in the buffer of a window set.
 
     Arrays are `(spans,)` int64.
     """
 
     shards: np.ndarray  # number of the shard in its split
-    starts: np.ndarray  # first byte in the shard's packed bytes
-    stops: np.ndarray  # byte after the last
+    starts: np.ndarray  # position of the first byte in the shard's packed bytes
+    stops: np.ndarray  # position after the last byte in the shard's packed bytes
     buffer_starts: np.ndarray  # position of the first byte in the window set's buffer
 
-    def read_tasks(self, max_spans: int) -> Iterator[ByteSpans]:
-        """Yield the spans that each task reads: at most `max_spans`, of one shard, in its bytes' order."""
+    def split_into_tasks(self, max_spans: int) -> Iterator[ByteSpans]:
+        """Split the spans into the spans that each task reads.
+
+        A task has at most `max_spans` spans, all of one shard, in the order of their bytes in the file.
+        """
         spans = choose_rows(self, np.lexsort((self.starts, self.shards)))
         n_spans = len(spans.shards)
-        # of spans in shards 0, 0, 0, 1 and 1, at most two at a time: tasks begin at spans 0, 2, 3 and 4
+        # if the spans are in shards 0, 0, 0, 1 and 1, and `max_spans` is 2, tasks begin at spans 0, 2, 3, 4
         first_of_shard = np.flatnonzero(np.diff(spans.shards)) + 1
-        starts = np.union1d(np.arange(0, n_spans, max_spans), first_of_shard)
-        for start, stop in pairwise([*starts.tolist(), n_spans]):
+        task_starts = np.union1d(np.arange(0, n_spans, max_spans), first_of_shard)
+        for start, stop in pairwise([*task_starts.tolist(), n_spans]):
             yield choose_rows(spans, slice(start, stop))
 
 
 @dataclass(frozen=True)
 class StreamCells:
-    """Cells of one data rank. Arrays are `(cells,)` int64."""
+    """Cells of one data rank, with the step that takes each cell. Arrays are `(cells,)` int64."""
 
-    global_steps: np.ndarray  # global step that takes each cell
-    lanes: np.ndarray  # lane of each cell
-    ids: np.ndarray
-    packed: PackedCells
+    global_steps: np.ndarray  # global step that takes the cell
+    lanes: np.ndarray  # lane of the cell
+    ids: np.ndarray  # cell id: index of the cell in its split
+    packed: PackedCells  # genes and counts of the cells
 
     def select(self, chosen: slice | np.ndarray) -> StreamCells:
-        """Select some of the cells, in the same buffer."""
+        """Select some of the cells. Their genes and counts stay where they are in the buffer."""
         return StreamCells(
             self.global_steps[chosen],
             self.lanes[chosen],
@@ -74,14 +78,15 @@ class StreamCells:
         )
 
     def in_stream_order(self) -> StreamCells:
-        """Return the cells by step, then by lane; cells of a step and lane keep their order."""
+        """Return the cells sorted by step, then by lane. Cells of one step and lane keep their order."""
         return self.select(np.lexsort((self.lanes, self.global_steps)))
 
 
 def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
-    """Copy cells of some steps from several window sets into one buffer, in stream order.
+    """Copy the cells of `pieces` into one buffer, and return them in stream order.
 
-    `pieces`, one per window set, may be an empty list: a data rank may have no cells in these steps.
+    The pieces have the cells of some steps, one piece per window set. The list may be empty, because a data
+    rank may have no cells in these steps.
     """
     empty = np.empty(0, np.int64)
     no_cells = PackedCells(np.empty(0, np.uint8), empty, empty, empty, empty)
@@ -97,40 +102,45 @@ def join_stream_cells(pieces: list[StreamCells]) -> StreamCells:
 
 @dataclass
 class WindowSet:
-    """Window number k of every lane of a data rank that has one. Reading its bytes may not have ended."""
+    """Window number k of every lane of a data rank. Lanes with fewer windows are left out.
+
+    The reads of the window set's bytes may not have finished.
+    """
 
     cells: StreamCells  # in stream order
-    reads: list[Future[None]]  # not yet waited for
+    reads: list[Future[None]]  # reads that `take` must still wait for
 
     def take(self, global_step: int, n_steps: int) -> StreamCells:
-        """Return the cells of `n_steps` steps from `global_step` on; there may be none.
+        """Return the cells of `n_steps` steps, beginning with step `global_step`. There may be none.
 
-        Waits until their bytes are read, and raises the errors of the reads.
+        If there are cells, this method waits until all bytes of the window set are read. It raises the errors
+        of the reads.
         """
         global_steps = [global_step, global_step + n_steps]
         start, stop = np.searchsorted(self.cells.global_steps, global_steps).tolist()
         taken = self.cells.select(slice(start, stop))
         if len(taken.ids):
-            # the first call that takes cells waits for all bytes of the window set
+            # only the first call that takes cells has to wait
             while self.reads:
                 self.reads.pop().result()
         return taken
 
 
 def _find_first_offsets(spans: CellSpans, offsets_per_cell: int) -> np.ndarray:
-    """Find where each cell's first offset is among the offsets of all spans, `(cells,)` int64.
+    """Return the index of each cell's first offset in the concatenated offsets of all spans, `(cells,)` int64.
 
-    Each span has the offsets of its cells, then its end. For cells a and b of one span and c of the
-    next, with two offsets per cell, these are `a a b b end c c end`: the cells begin at 0, 2 and 5.
+    A span has `offsets_per_cell` offsets for each of its cells, then one offset for its end. Example: one span
+    has cells a and b, the next span has cell c, and there are two offsets per cell. The concatenated offsets
+    are `a a b b end c c end`. So the cells have their first offsets at indices 0, 2 and 5.
     """
     cell_offsets = row_offsets(spans.cells_per_span)
-    n_earlier_ends = row_numbers(cell_offsets)  # one for each earlier span
+    n_earlier_ends = row_numbers(cell_offsets)  # for each cell, the number of earlier spans
     return offsets_per_cell * np.arange(cell_offsets[-1]) + n_earlier_ends
 
 
 def count_genes(shards: list[PackedCellFile], spans: CellSpans) -> np.ndarray:
     """Count the genes of each cell of `spans`, `(cells,)` int64."""
-    # a span of n cells has n + 1 offsets: one per cell, and the end of the last
+    # a span of n cells has n + 1 offsets: one per cell, and one for the end of the last cell
     gene_offsets = np.concatenate(
         [shards[shard].indptr[start : start + n + 1] for shard, start, n in iterate_rows(spans)],
         dtype=np.int64,
@@ -157,20 +167,21 @@ class WindowReader:
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="cellmill-read")
 
     def close(self) -> None:
-        """Wait for the reads in progress, cancel the others, and end the threads."""
+        """Wait for the reads in progress, cancel the reads that have not begun, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def read_windows(self, epoch: int, lane_starts: np.ndarray) -> Iterator[WindowSet]:
-        """Start to read each window set in turn, and yield it. Endless in training.
+    def read_window_sets(self, epoch: int, lane_starts: np.ndarray) -> Iterator[WindowSet]:
+        """Start to read the next window set, and yield it, again and again. In training this is endless.
 
-        Lane l begins at the window that has its cell at position `lane_starts[l]`, or with the next epoch
-        if it has no such cell. `lane_starts`, `(lanes,)`, has all lanes, also those of other ranks.
+        `lane_starts`, `(lanes,)`, has the position of the first cell to read in each lane, also in the lanes
+        of other ranks. A lane begins with the window that has this cell. A lane without such a cell begins
+        with the next epoch.
         """
         if not any(self._orders.get(epoch).lane_cells[lane] for lane in self._lanes):
             return  # no epoch has cells in these lanes: the loop would neither yield nor end
         while True:
             order = self._orders.get(epoch)
-            numbers_by_lane = {}  # numbers of the windows to read
+            numbers_by_lane = {}  # numbers of the windows to read in this epoch
             for lane in self._lanes:
                 first = order.find_window(lane, int(lane_starts[lane]))
                 numbers_by_lane[lane] = range(first, order.n_windows(lane))
@@ -188,12 +199,12 @@ class WindowReader:
             lane_starts = np.zeros_like(lane_starts)
 
     def _start_reading(self, order: EpochOrder, lanes: list[int], window_number: int) -> WindowSet:
-        """Start to read the window set of number `window_number`, which `lanes` have."""
-        spans = CellSpans.join([order.window_spans(lane, window_number) for lane in lanes])
+        """Start to read window set `window_number`, for the lanes that have a window of this number."""
+        spans = CellSpans.join([order.list_window_spans(lane, window_number) for lane in lanes])
         byte_spans, packed = self._allocate(spans)
         max_spans = -(-len(spans.shards) // _TARGET_TASKS)
         reads = []
-        for task in byte_spans.read_tasks(max_spans):
+        for task in byte_spans.split_into_tasks(max_spans):
             shard = self._shards[int(task.shards[0])]
             reads.append(
                 self._pool.submit(
@@ -210,50 +221,54 @@ class WindowReader:
         spans: CellSpans,
         packed: PackedCells,
     ) -> StreamCells:
-        """List the cells of the window set of number `window_number` in stream order.
+        """List the cells of window set `window_number`, in stream order.
 
-        `spans` are the spans of its windows, lane after lane, and `packed` has their cells as they lie
-        in the spans.
+        `spans` has the spans of all windows of the set, lane after lane. `packed` has the cells of these
+        spans in the order of the spans: they are not yet shuffled.
         """
-        steps = []
-        lane_of_cell = []
-        packed_indices = []  # index in `packed` of each cell
+        steps_by_lane = []
+        lane_of_cell_by_lane = []
+        indices_by_lane = []
         n_earlier = 0  # cells of earlier lanes
         for lane in lanes:
-            # a window has positions start:stop of its lane, which fix the steps of its shuffled cells
+            # the window takes positions start:stop of its lane. The position of a cell after shuffling says
+            # which step takes the cell
             start, stop = order.window_offsets[lane][window_number : window_number + 2].tolist()
-            steps.append(self._order_rule.find_steps(lane, np.arange(start, stop)))
-            lane_of_cell.append(np.full(stop - start, lane))
-            packed_indices.append(n_earlier + order.window_order(lane, window_number))
+            steps_by_lane.append(self._order_rule.find_steps(lane, np.arange(start, stop)))
+            lane_of_cell_by_lane.append(np.full(stop - start, lane))
+            indices_by_lane.append(n_earlier + order.make_window_order(lane, window_number))
             n_earlier += stop - start
-        shuffled = np.concatenate(packed_indices)
+        # index in `packed` of each cell, in shuffled order
+        indices = np.concatenate(indices_by_lane)
+        first_global_step = order.epoch * self._order_rule.steps_per_epoch
         cells = StreamCells(
-            order.epoch * self._order_rule.steps_per_epoch + np.concatenate(steps),
-            np.concatenate(lane_of_cell),
-            self._list_cell_ids(spans)[shuffled],
-            packed.select(shuffled),
+            first_global_step + np.concatenate(steps_by_lane),
+            np.concatenate(lane_of_cell_by_lane),
+            self._list_cell_ids(spans)[indices],
+            packed.select(indices),
         )
         return cells.in_stream_order()
 
     def _list_cell_ids(self, spans: CellSpans) -> np.ndarray:
-        """List the ids of the cells of `spans`, `(cells,)` int64: those of a span are consecutive."""
+        """List the ids of the cells of `spans`, `(cells,)` int64. The ids in a span are consecutive."""
         first_ids = self._shard_offsets[spans.shards] + spans.starts
         positions = positions_in_rows(row_offsets(spans.cells_per_span))
         return np.repeat(first_ids, spans.cells_per_span) + positions
 
     def _allocate(self, spans: CellSpans) -> tuple[ByteSpans, PackedCells]:
-        """Allocate a buffer for the packed cells of `spans`, span after span.
+        """Allocate a buffer for the packed cells of `spans`, which are to lie in it span after span.
 
-        Returns the bytes to read into it, and its cells in the order of the spans.
+        Returns where the bytes are read from and to, and the packed cells in the order of the spans. The
+        bytes are not read yet.
         """
         gene_starts, count_starts, stops = self._find_bytes(spans)
-        # a span begins with its first cell's genes, and stops with its last cell's counts
+        # the bytes of a span begin with the genes of its first cell, and end with the counts of its last cell
         cell_offsets = row_offsets(spans.cells_per_span)
         span_starts = gene_starts[cell_offsets[:-1]]
         span_stops = stops[cell_offsets[1:] - 1]
         buffer_offsets = row_offsets(span_stops - span_starts)
         buffer_starts = buffer_offsets[:-1]
-        # distance of each cell's bytes in the buffer from its bytes in the shard
+        # position of each cell's bytes in the buffer minus their position in the shard
         shift = np.repeat(buffer_starts - span_starts, spans.cells_per_span)
         packed = PackedCells(
             recycled_empty(buffer_offsets[-1], np.uint8),
@@ -265,12 +280,13 @@ class WindowReader:
         return ByteSpans(spans.shards, span_starts, span_stops, buffer_starts), packed
 
     def _find_bytes(self, spans: CellSpans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Find the packed bytes of each cell of `spans` in its shard.
+        """Find where the packed bytes of each cell of `spans` are in its shard.
 
-        Returns the first byte of its genes, the first byte of its counts, and the byte after them,
-        `(cells,)` int64 each.
+        Returns the position of the first byte of the cell's genes, the first byte of its counts, and the byte
+        after its counts. Each is `(cells,)` int64.
         """
-        # a span of n cells has 2 n + 1 offsets: of each cell's genes and counts, and of the span's end
+        # a span of n cells has 2 * n + 1 offsets: two per cell, for its genes and its counts, and one for the
+        # end of the span
         part_offsets = np.concatenate(
             [
                 self._shards[shard].part_offsets[2 * start : 2 * (start + n) + 1]
