@@ -12,7 +12,7 @@ what the objective needs and which runs it suits:
   targets; a sum may have one part of each kind
 - `label_option` is the option that names the labels; a run with labels counts as supervised
 - `reads_cells` is True if the loss reads the vectors of cells
-- `stream` has its defaults for section `stream`
+- `stream` returns its defaults for section `stream`
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +76,7 @@ class GeneStatistics:
     For a gene without tokens it is the mean value of all tokens.
     """
     global_mean: float  # the mean value of all tokens
-    n_cells: int  # the number of training cells
+    n_cells: int  # the number of training cells that the statistics count
     by_rank: np.ndarray | None = None
     """(buckets, genes) int64: the number of tokens of each gene in each bucket of positions in the cell.
 
@@ -322,7 +322,7 @@ class Objective:
         raise NotImplementedError
 
     def loss_of_coupled_rows(self, *tables: Tensor) -> Tensors:
-        """Sum the loss of each table over its rows, one float scalar per table.
+        """Compute the loss of each table, summed over the rows of the table: one float scalar per table.
 
         A table is (slots, width). Rows of zeros are empty slots. The order of the rows has no effect.
         """

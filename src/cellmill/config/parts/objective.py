@@ -62,7 +62,7 @@ class Facts(Protocol):
     def moments(self, column: str) -> tuple[float, float]:
         """Mean and standard deviation of a column of numbers.
 
-        Raise ConfigError if its numbers do not vary.
+        A number that float32 cannot hold counts as missing. Raise ConfigError if all numbers are equal.
         """
 
     def genes(self, column: str) -> Mapping[str, Sequence[int]]:

@@ -136,7 +136,7 @@ class CellDecoding(Objective):
         return not self.predicts_counts and self.config.weights == "log1p"
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
-        """Add the decoder, which is a hidden layer and an output layer.
+        """Add the decoder: a hidden layer, unless `decoder_hidden` is null, and an output layer.
 
         Depending on the options, the decoder also has vectors of experimental batches, and dispersions of
         genes.
@@ -205,6 +205,7 @@ class CellDecoding(Objective):
 
     def prepare(self, batch: Batch, *, seed: int, step: int) -> DecodingBatch:
         assert isinstance(batch, ViewBatch), "expected a view"
+        # cells without an entry have nothing to predict
         entry_cells = batch.entry_cells.numpy()
         n_entries_of_all = np.bincount(entry_cells, minlength=len(batch.lengths))  # (cells,)
         target_cells = np.flatnonzero(n_entries_of_all)
@@ -231,6 +232,7 @@ class CellDecoding(Objective):
             return targets.float()
         if self.predicts_log_counts:
             targets = targets.log1p()
+        # divide by the sum of the cell, in float64
         entry_cells = batch.entry_cells.numpy()
         cell_sums = np.bincount(entry_cells, targets.numpy(), len(batch.lengths))
         targets /= torch.from_numpy(cell_sums[entry_cells])

@@ -150,7 +150,7 @@ class NextGene(Objective):
         token_ids = prepared.token_ids[prepared.target_tokens]
         loss = token_loss(prior_states, model.gene_embedding.weight, model.gene_bias, token_ids)
 
-        # the binary cross-entropy of ends: a cell does not end before a target, and ends after its last
+        # the binary cross-entropy of ends: a cell does not end before a target, but ends after its last
         # token
         end_logits_before_targets = self.predict_end_logits(model, prior_states)
         end_logits_after_last = self.predict_end_logits(model, states[prepared.last_tokens])
@@ -209,12 +209,12 @@ class NextGene(Objective):
         n_tokens = len(prepared.token_ids)
         assert len(prepared.target_tokens) == n_tokens, "expected a batch without padding"
         prior_states = self.select_prior_states(model, model.states(prepared), prepared)
-        cells = []
+        observed_cells = []
         for start, end in pairwise(prepared.cu_seqlens.tolist()):
-            cells.append(
+            observed_cells.append(
                 self._observe_cell(model, prior_states[start:end], prepared.token_ids[start:end])
             )
-        observed = tuple(torch.cat(tensors) for tensors in zip(*cells))
+        observed = tuple(torch.cat(tensors) for tensors in zip(*observed_cells))
         if not self.has_value_head:
             return observed
 

@@ -76,7 +76,8 @@ class Sum(Objective):
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         """Add the heads of every part.
 
-        Raise ConfigError if a head of one part would replace a head of another part.
+        Raise ConfigError if a head of a part replaces an attribute that the model already has, such as a
+        head of another part.
         """
         names: tuple[str, ...] = ()
         for name, part in self.parts.items():
@@ -184,7 +185,7 @@ class Sum(Objective):
     def _split_by_part(self, items: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """Split `items` by part. There is one item for each table of coupled rows.
 
-        A part has as many tables as `coupled_widths`. Tables are in the order of the parts.
+        A part has one table for each number in its `coupled_widths`. Tables are in the order of the parts.
         """
         remaining = iter(items)
         return [tuple(islice(remaining, len(part.coupled_widths))) for part in self.parts.values()]

@@ -202,9 +202,10 @@ def _draw_binomials(
 
 
 def draw_hidden_frac(cell_rng_states: np.ndarray, config: HiddenFracConfig, key: int) -> np.ndarray:
-    """Draw the hidden fraction of each cell, (cells,) float64, uniformly between its two bounds.
+    """Draw the hidden fraction of each cell, (cells,) float64, uniformly between two bounds.
 
-    `key` is added to the keys of `cell_rng_states`, so that fractions with different keys are independent.
+    The bounds are options `min_hidden_frac` and `max_hidden_frac`. `key` is added to the keys of
+    `cell_rng_states`, so that fractions with different keys are independent.
     """
     low = config.min_hidden_frac
     high = config.max_hidden_frac
@@ -219,8 +220,8 @@ def draw_hidden_genes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw which tokens are hidden as whole genes.
 
-    Return which tokens are hidden, (tokens,) bool, and the random state of each token from which this was
-    drawn, (tokens,) uint64.
+    Return which tokens are hidden, (tokens,) bool, and the random state of each token that decided whether
+    the token is hidden, (tokens,) uint64.
 
     `token_cells` (tokens,) is the index of each token's cell, and `position` (tokens,) the position of the
     token in its cell. `hidden_frac` (cells,) is the probability that a token of the cell is hidden.
