@@ -1,10 +1,12 @@
 """regression: predict a number per cell from the cell's vector.
 
-The head predicts the standardised number: the number minus the mean of the training cells, divided by
-their standard deviation. The loss is the squared error, the Huber loss, or with `loss: pearson` 1 - r.
-There r is the correlation of predictions and numbers over the cells of the global batch. A correlation
-does not change if all predictions are shifted or scaled. So with `loss: pearson` the predictions have no
-unit, and `judge` reports only correlations.
+Numbers are standardised: the mean over training cells is subtracted from each number, and the difference is
+divided by the standard deviation over training cells. The head predicts the standardised number.
+
+The loss is the squared error, the Huber loss or, with `loss: pearson`, 1 - r, where r is the correlation of
+predictions and numbers over the cells of the global batch. A correlation does not change if all predictions
+are shifted or scaled. So with `loss: pearson` the predictions have no unit, and `judge` reports only
+correlations.
 
 In the shapes below, "slots" are the slots of a global batch. Each slot has the row of one cell with a
 number, or only zeros if it is empty (`train.batch_rows`).
@@ -40,7 +42,7 @@ Constant predictions then have correlation 0 and a finite gradient, instead of 0
 
 
 class MomentSums(NamedTuple):
-    """Sums over cells of functions of the prediction x and the target y of each cell.
+    """Sums over cells, where x is the prediction and y the target of a cell, and xx is x squared.
 
     The sums are tensors in `validation_sums`, and floats in `validation_metrics`.
     """

@@ -59,7 +59,10 @@ N_MOMENTS = len(GeneMoments._fields)
 
 
 def n_moment_sums(vocab_size: int) -> int:
-    """Return the number of sums: the number of cells is one sum, and each hidden gene has N_MOMENTS."""
+    """Return how many sums `sum_gene_moments` returns.
+
+    One sum is the number of cells. Each hidden gene has N_MOMENTS further sums.
+    """
     n_hidden_genes = math.ceil(vocab_size / HIDDEN_GENE_STRIDE)
     return 1 + N_MOMENTS * n_hidden_genes
 
@@ -141,8 +144,9 @@ def mean_gene_correlation(sums: Sequence[float]) -> dict[str, float]:
     n_cells = max(sums[0], 1)
     moments = GeneMoments(*np.reshape(sums[1:], (N_MOMENTS, -1)))
 
-    # Deviations are differences from the mean over cells. Sums over cells of the products of both
-    # deviations, (hidden genes,), and of the squares of each deviation, (2, hidden genes)
+    # A deviation is the difference of a cell's prediction or measurement from the mean over cells. The
+    # products of both deviations, and the squares of each deviation, are summed over cells. The shapes
+    # are (hidden genes,) and (2, hidden genes)
     deviation_products = moments.products - moments.predicted * moments.measured / n_cells
     squares = np.stack([moments.predicted_squares, moments.measured_squares])
     deviation_squares = squares - np.stack([moments.predicted, moments.measured]) ** 2 / n_cells

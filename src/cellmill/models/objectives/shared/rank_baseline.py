@@ -31,7 +31,7 @@ class RankBaseline:
     def score(
         self, genes: np.ndarray, positions_in_cell: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Compute whether each prediction is correct, (targets,) bool, and its cross-entropy, float64.
+        """Return which predictions are correct, (targets,) bool, and their cross-entropies, float64.
 
         `genes` (targets,) int64 are the vocabulary rows of the genes to predict: all genes of a cell in
         their order, one cell after another. `positions_in_cell` (targets,) int64 are their positions.
@@ -56,8 +56,8 @@ class RankBaseline:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Score the predictions at some positions of one cell, which are all in one bucket.
 
-        Return whether each prediction is correct, and its cross-entropy, (positions,) each. `cell_genes`
-        are the vocabulary rows of the cell's genes, in order.
+        Return which predictions are correct, and their cross-entropies, (positions,) each. `cell_genes` are
+        the vocabulary rows of the cell's genes, in order.
 
         A gene of the cell is a candidate up to its own position in the cell. A gene that the cell lacks is
         a candidate at every position. `candidate_until` holds the last position at which each gene is a
