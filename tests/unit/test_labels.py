@@ -128,7 +128,7 @@ def test_calibration_is_measured_with_the_temperature() -> None:
     labels = rng.integers(0, 3, 40)
     figures, _ = objective.judge(labels, logits, statistics=None)
     assert "calibration_error" not in figures
-    objective.temperature = 2.5
+    objective.calibrated_temperature = 2.5
     figures, _ = objective.judge(labels, logits, statistics=None)
     assert figures["calibration_error"] == pytest.approx(_expected_error(logits, labels, 2.5))
     assert figures["calibration_error_uncalibrated"] == pytest.approx(

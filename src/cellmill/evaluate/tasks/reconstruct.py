@@ -59,8 +59,8 @@ class Reconstruct(Task):
         if not arrays:
             raise Skipped("no scored cell has a gene that the model knows")
         for head, classifier in find_classifiers(network, context.model.config).values():
-            # changes the network that all tasks share: harmless, because only `judge` reads temperature
-            head.temperature = (classifier["calibration"] or {}).get("temperature")
+            # changes the network that all tasks share: harmless, because only `judge` reads it
+            head.calibrated_temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge_observed(
             *arrays, statistics=model.gene_statistics
         )

@@ -120,6 +120,7 @@ class CellDecoding(Objective):
 
     config: ViewConfig
     tensor_parallel_styles = MappingProxyType({"profile_genes": "vocabulary"})
+    # names that subclasses may no longer define, each with its present name
     former_names = MappingProxyType({"decode": "decoder_features"})
     gene_rows = frozenset({"profile_genes.weight", "profile_bias", "profile_dispersion"})
     metric_names = ("hidden_genes",)

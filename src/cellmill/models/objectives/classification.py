@@ -43,7 +43,7 @@ class Classification(LabelObjective):
     config: ClassificationConfig
     metric_names = ("accuracy",)
     n_sums = 2
-    temperature: float | None = None
+    calibrated_temperature: float | None = None
     """Temperature that an exported head was calibrated with; None if it was not calibrated.
 
     Task `reconstruct` sets it before it calls `judge`.
@@ -122,10 +122,10 @@ class Classification(LabelObjective):
         }
 
         # the calibration with the fitted temperature, if there is one, and without a temperature
-        if self.temperature is not None:
-            metrics["temperature"] = self.temperature
+        if self.calibrated_temperature is not None:
+            metrics["temperature"] = self.calibrated_temperature
             metrics["calibration_error"] = calibration_error_of_logits(
-                logits, label_indices, self.temperature
+                logits, label_indices, self.calibrated_temperature
             )
         metrics["calibration_error_uncalibrated"] = calibration_error_of_logits(
             logits, label_indices

@@ -7,8 +7,8 @@ true values, after the mean value of the gene is subtracted from both.
 
 The tokenizer computes a value from all counts of the cell: it divides by their sum, or it bins by their
 quantiles. So the visible values reveal something about the hidden values, and all metrics above profit
-from this leak. With `renormalize` there is no such leak: the model sees values that are computed only from the
-counts of tokens whose own value it sees.
+from this leak. With `renormalize` there is no such leak: the model sees values that are computed only from
+the counts of tokens whose own value it sees.
 
 In the shapes below, "tokens" are all tokens of a batch, and "targets" are the masked tokens.
 """

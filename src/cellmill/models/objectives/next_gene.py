@@ -90,6 +90,7 @@ class NextGene(Objective):
     """
 
     config: NextGeneConfig
+    # names that subclasses may no longer define, each with its present name
     former_names = MappingProxyType(
         {
             "predicts_values": "has_value_head",

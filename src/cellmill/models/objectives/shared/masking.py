@@ -89,6 +89,7 @@ class MaskedObjective(Objective):
     """
 
     config: MaskedObjectiveConfig
+    # names that subclasses may no longer define, each with its present name
     former_names = MappingProxyType({"hide": "corrupt", "hides_all": "hides_all_masked"})
     predicts_genes: bool  # True if targets are genes, False if they are values
 

@@ -162,6 +162,7 @@ class LabelObjective(CellObjective):
     """Base of objectives whose targets are labels."""
 
     config: LabelConfig
+    # names that subclasses may no longer define, each with its present name
     former_names = MappingProxyType({"labels": "label_names"})
 
     @property
