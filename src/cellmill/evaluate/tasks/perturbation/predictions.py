@@ -1,9 +1,9 @@
 """Predicted changes of units, by the model and by baselines.
 
-Predictions of a tested unit read its gene, its context and the strata of its cells, never its
-expression.
+A prediction reads the names of a tested unit (its perturbation, dose and context), the genes that it perturbs,
+and the strata of its cells. It never reads the expression of these cells.
 
-Legend: U units, G genes, F features of a unit.
+Legend: U units (see `profiles.py`), G genes, F features of a unit.
 """
 
 from collections.abc import Iterator
@@ -39,18 +39,20 @@ class ChangePredictor:
 
     @cached_property
     def start_means(self) -> np.ndarray:
-        """(strata, G) float64: mean of the controls that predictions start from."""
+        """(strata, G) float64: mean expression of the controls that predictions start from."""
         return self.units.profiles.average_controls(START_HALF)
 
     @cached_property
     def changes_from_start(self) -> np.ndarray:
-        """(U, G) float64: changes from `start_means`, which predictions are fitted on."""
+        """(U, G) float64: changes of the units' cells from `start_means`. Predictions are fitted on these
+        changes.
+        """
         units = self.units
         return units.profiles.measure_changes(units.unit_of_cell, units.n_units, self.start_means)
 
     @cached_property
     def features(self) -> ByMethod:
-        """(U, F) by source of gene vectors (`average_gene_vectors`)."""
+        """(U, F) by source of gene vectors: the mean vector of each unit's perturbed genes."""
         units = self.units
         return average_gene_vectors(
             units.context.model, units.profiles, units.gene_names, units.genes, units.config.priors
@@ -58,7 +60,9 @@ class ChangePredictor:
 
     @cached_property
     def responses(self) -> np.ndarray | None:
-        """(U, G) float64: change of each unit by the model's response head, if it has one."""
+        """(U, G) float64: change of each unit that the model's response head predicts; None for a model
+        without such a head.
+        """
         units = self.units
         context = units.context
         head = ResponseHead.find(context.model.network, context.options.precision)
@@ -71,49 +75,59 @@ class ChangePredictor:
         )
 
     def predict(self, folds: list[Fold]) -> Iterator[ChangesByMethod]:
-        """Predicted changes of the test units of each fold."""
-        units = self.units
-        changes = self.changes_from_start
+        """Predicted changes of the units that each fold tests, (test units, G) by method."""
         for fold in folds:
-            fitted = fold.fitted
-            tested = fold.tested
-            predicted: ChangesByMethod = {}
-            if units.held_out == PERTURBATION:
-                predicted |= predict_new_perturbations(
-                    changes, fitted, tested, self.features, units.config.neighbors
-                )
-            if units.split_file is not None:
-                predicted |= self._predict_from_parts(fold)
-            # the perturbation of a fitted unit, tested at another dose or in another context
-            is_fitted = np.isin(units.perturbation[tested], units.perturbation[fitted])
-            if units.held_out == DOSE:
-                predicted |= predict_new_doses(
-                    changes, fitted, tested, units.perturbation, units.log_dose
-                )
-            elif units.held_out != PERTURBATION or is_fitted.any():
-                controls = units.profiles.average_controls_of_units(
-                    units.unit_of_cell, units.n_units, self.start_means
-                )
-                predicted |= predict_new_contexts(
-                    changes, fitted, tested, units.perturbation, units.dose, controls
-                )
+            predicted = self._predict_from_fitted(fold)
             if self.responses is not None:
-                predicted[RESPONSE_HEAD] = self.responses[tested]
+                predicted[RESPONSE_HEAD] = self.responses[fold.tested]
             yield predicted
 
-    def _predict_from_parts(self, fold: Fold) -> ChangesByMethod:
-        """Means of the units' contexts, and sums over the parts of combinations, each only if all
-        test units have it.
+    def _predict_from_fitted(self, fold: Fold) -> ChangesByMethod:
+        """Predictions of all methods that are fitted on the changes of the fold's fitted units. Some of
+        these methods read gene vectors of the model.
         """
         units = self.units
         changes = self.changes_from_start
-        parts = [units.part_names.parts_or_whole(name) for name in units.perturbation.tolist()]
+        fitted = fold.fitted
+        tested = fold.tested
+        predicted: ChangesByMethod = {}
+        if units.held_out == PERTURBATION:
+            predicted |= predict_new_perturbations(
+                changes, fitted, tested, self.features, units.config.neighbors
+            )
+        if units.split_file is not None:
+            predicted |= self._predict_from_parts(fold)
+        # True for a tested unit whose perturbation was fitted, at another dose or in another context
+        is_fitted = np.isin(units.perturbation[tested], units.perturbation[fitted])
+        if units.held_out == DOSE:
+            predicted |= predict_new_doses(
+                changes, fitted, tested, units.perturbation, units.log_dose
+            )
+        elif units.held_out != PERTURBATION or is_fitted.any():
+            controls = units.profiles.average_controls_of_units(
+                units.unit_of_cell, units.n_units, self.start_means
+            )
+            predicted |= predict_new_contexts(
+                changes, fitted, tested, units.perturbation, units.dose, controls
+            )
+        return predicted
+
+    def _predict_from_parts(self, fold: Fold) -> ChangesByMethod:
+        """Two predictions for a split file: the mean change of the fitted units of the same context, and
+        the sum of the changes under the parts of a combination. Each is left out if it is not defined
+        for all tested units.
+        """
+        units = self.units
+        changes = self.changes_from_start
+        parts = [units.name_divider.divide_or_keep(name) for name in units.perturbation.tolist()]
         predicted: ChangesByMethod = {}
         if any(units.unit_context):
+            # (test units, fitted units): True if both are of the same context
             is_same = units.unit_context[fold.tested][:, None] == units.unit_context[fold.fitted]
             n_same = is_same.sum(1, keepdims=True)
             if n_same.all():
                 predicted[CONTEXT_MEAN] = is_same @ changes[fold.fitted] / n_same
+        # combinations are among the tested units
         if max(len(parts[unit]) for unit in fold.tested) > 1:
             sums = sum_changes_of_parts(
                 changes,

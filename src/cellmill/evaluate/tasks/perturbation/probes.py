@@ -1,7 +1,8 @@
-"""Probes of the metrics: rows with the prediction of another row, scaled or with noise added.
+"""Probes of the metrics. A probe is a row with the prediction of another row, scaled or with noise added.
 
-A probe knows no more of the measured change than the prediction that it changes. If a probe scores
-better, the column can be improved without a better prediction. Probes are never ranked.
+A probe knows no more about the measured change than the prediction that was altered. If the probe
+scores better than this prediction, scores of the metric can rise without a better prediction. Probes are never
+ranked.
 """
 
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.runs.results import ScoredMethod
 
-SCALES = (0.5, 2.0)
-ROUNDING = 1e-9  # smaller differences are rounding errors, such as of the Pearson of scaled changes
+SCALES = (0.5, 2.0)  # factors of the scaled predictions
+# A difference of scores up to this one is a rounding error. Scaling, for example, changes the Pearson
+# correlation by rounding only.
+ROUNDING = 1e-9
 
 
 def name_probes(method: ScoredMethod, noise: float) -> list[ScoredMethod]:
-    """Probes of a method: its predictions at each of `SCALES`, and with noise."""
+    """The probes of a method: its predictions times each of SCALES, and its predictions with noise."""
     endings = [*(f"x {scale:g}" for scale in SCALES), f"with noise {noise:g}"]
     return [
         replace(method, features=f"probe: {method.features} {ending}", kind="probe", network=None)
@@ -32,20 +35,25 @@ def name_probes(method: ScoredMethod, noise: float) -> list[ScoredMethod]:
 def make_probes(
     method: ScoredMethod, predicted: np.ndarray, units: np.ndarray, noise: float, seed: int
 ) -> ChangesByMethod:
-    """Changes, (units, G) float64 each, of the probes of a method whose changes are `predicted`.
+    """Predicted changes of the probes of `method`, (units, genes) float64 by probe.
 
-    The noise is normal. Its standard deviation is `noise` times the standard deviation over genes of a
-    unit's predicted change. It depends on the seed and the unit only.
+    `predicted`, (units, genes), are the predictions of the method, and `units` the indices of these
+    units. The noise of a unit is normal. Its standard deviation is `noise` times the standard deviation
+    of the unit's predicted change over genes. The noise depends on the seed and on the unit only.
     """
     generators = [seeded(seed, (draws.PROBE_NOISE << 32) + unit) for unit in units]
-    noises = [generator.normal(size=predicted.shape[1]) for generator in generators]
-    noisy = predicted + noise * predicted.std(1, keepdims=True) * np.array(noises)
+    normal = np.array([generator.normal(size=predicted.shape[1]) for generator in generators])
+    noisy = predicted + noise * predicted.std(1, keepdims=True) * normal
     changes = [*(scale * predicted for scale in SCALES), noisy]
     return dict(zip(name_probes(method, noise), changes, strict=True))
 
 
 def choose_best_methods(pearson: ByMethod) -> list[ScoredMethod]:
-    """The best method of the model and the best baseline, by Pearson in the first repetition."""
+    """The best method of the model and the best baseline, by the mean Pearson in the first repetition.
+    A kind without a Pearson has no best method.
+
+    `pearson` has scores (repetitions, perturbations) by method.
+    """
     best_methods = []
     for kind in ("model", "baseline"):
         means = {
@@ -61,8 +69,11 @@ def choose_best_methods(pearson: ByMethod) -> list[ScoredMethod]:
 def describe_better_probes(
     column: ScoreColumn, probes: ByMethod, methods: Sequence[ScoredMethod], noise: float
 ) -> list[str]:
-    """A sentence for each of `methods` with a better probe, with the paired differences and their
-    intervals. `probes` are scores of the first repetition, `(1, perturbations)`.
+    """A sentence for each method that has a better probe. It says the paired differences of scores and
+    their intervals.
+
+    `column` has the scores of `methods`. `probes` are the scores of probes by the same metric, in the
+    first repetition only, (1, perturbations). `noise` is the noise in the names of the probes.
     """
     sentences = []
     for method in methods:
@@ -71,6 +82,7 @@ def describe_better_probes(
         for probe in name_probes(method, noise):
             if method not in column.scores or probe not in probes:
                 continue
+            # the difference of the probe and its method in the first repetition
             pair = {method: column.scores[method][:1], probe: probes[probe]}
             verdict = replace(column, scores=pair).verdict(probe, method)
             gain = -verdict.difference if column.lower_is_better else verdict.difference

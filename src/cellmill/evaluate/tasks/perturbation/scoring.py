@@ -1,7 +1,7 @@
-"""Scores of predicted changes over folds, and the ceilings and probes that they are
+"""Scores of the predicted changes in all folds, and of the ceilings and probes that the predictions are
 compared with.
 
-Legend: U units, G genes.
+Legend: U units (see `profiles.py`), G genes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,46 +26,53 @@ from cellmill.evaluate.tasks.perturbation.profiles import REFERENCE_HALF, START_
 from cellmill.evaluate.tasks.perturbation.units import PERTURBATION, PerturbedUnits
 from cellmill.runs.results import ScoredMethod
 
+# ceiling of all methods: the change in one half of a unit's cells as prediction for the other half
 CEILING = ScoredMethod("split halves", kind="ceiling")
-# ceiling of methods that copy the change of the most similar fitted perturbation
+# ceiling of methods that copy the change of a fitted perturbation: the most similar one is copied
 BEST_OTHER = ScoredMethod("best other perturbation", kind="ceiling")
 
 Scores = dict[str, ByMethod]
-"""Arrays `(repetitions, perturbations)` by metric and method."""
+"""Scores of perturbations, (repetitions, perturbations) float64, by metric and method."""
 
 
 class ChangePair(NamedTuple):
-    """Changes of the tested units, (test units, G) float64 each."""
+    """Predicted and measured changes of the tested units, (test units, G) float64 each."""
 
     predicted: np.ndarray
     measured: np.ndarray
 
 
 class PerturbationScores(NamedTuple):
-    """Scores of the tested perturbations, each the mean over a perturbation's units."""
+    """Scores of the tested perturbations. The score of a perturbation is the mean over its units."""
 
     predictions: Scores
     ceilings: Scores
-    probes: Scores  # the first repetition only
-    best_methods: list[ScoredMethod]  # the model's and the best baseline, which have probes
+    probes: Scores  # in the first repetition only
+    # the best method of the model and the best baseline: the methods that have probes
+    best_methods: list[ScoredMethod]
 
 
 def score_folds(predictor: ChangePredictor, folds: list[Fold]) -> PerturbationScores:
-    """Scores of what the predictor predicts in `folds`, and of its ceilings and probes."""
+    """Scores of the predictions in `folds`, of the ceilings, and of the probes of the best methods."""
     units = predictor.units
     predictions = score_predictions(units, folds, predictor.predict(folds))
     halves = (pair_halves(predictor, fold) for fold in folds)
     ceilings = score_pairs(units, folds, halves)
     best_methods = choose_best_methods(predictions["Pearson"])
-    first = [fold for fold in folds if fold.repetition == 0]
-    probes = score_predictions(units, first, predict_probes(predictor, first, best_methods))
+    first_folds = [fold for fold in folds if fold.repetition == 0]
+    probe_predictions = predict_probes(predictor, first_folds, best_methods)
+    probes = score_predictions(units, first_folds, probe_predictions)
     return PerturbationScores(predictions, ceilings, probes, best_methods)
 
 
 def score_predictions(
     units: PerturbedUnits, folds: list[Fold], predictions: Iterable[ChangesByMethod]
 ) -> Scores:
-    """Scores of the predicted changes of each fold, `(test units, G)`."""
+    """Scores of predicted changes. `predictions` are, for each fold, (test units, G) by method.
+
+    The changes are measured in the scored cells, from the half of the controls that predictions do not
+    start from.
+    """
     controls = units.profiles.average_controls(REFERENCE_HALF)
     measured = units.profiles.measure_changes(units.scored_unit_of_cell, units.n_units, controls)
     pairs = (
@@ -80,15 +87,16 @@ def score_pairs(
     folds: list[Fold],
     pairs: Iterable[Mapping[ScoredMethod, ChangePair]],
 ) -> Scores:
-    """Scores of the `pairs` of predicted and measured changes of each fold."""
-    perturbed = np.stack([np.isin(units.profiles.genes, rows) for rows in units.genes])
+    """Scores of predicted against measured changes. `pairs` are, for each fold, pairs by method."""
+    # (U, G) bool: True for the genes that a unit perturbs, which are not scored
+    is_perturbed = np.stack([np.isin(units.profiles.genes, rows) for rows in units.genes])
     n_repetitions = 1 + max(fold.repetition for fold in folds)
     # (repetitions, U) by metric and method
     by_unit: dict[str, ByMethod] = {metric: {} for metric in METRICS}
     for fold, pair_by_method in zip(folds, pairs):
         for method, pair in pair_by_method.items():
             unit_scores = score_changes(
-                pair.predicted, pair.measured, perturbed[fold.tested], units.config.top_genes
+                pair.predicted, pair.measured, is_perturbed[fold.tested], units.config.top_genes
             )
             for metric, values in unit_scores.items():
                 empty = np.full((n_repetitions, units.n_units), np.nan)
@@ -102,18 +110,15 @@ def score_pairs(
 
 
 def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, ChangePair]:
-    """Ceilings: the change in half of a unit's cells against that in the other half, and the most
-    similar change of a fitted unit against the latter.
+    """Predicted and measured changes for the ceilings, by ceiling.
 
-    Each half of the cells has its own half of the controls.
+    The cells of each tested unit are divided into two halves, and each half has its own half of the
+    controls. The measured change is the change in the second half. CEILING predicts the change in the
+    first half. BEST_OTHER predicts the change of the fitted unit that is most similar to the change in
+    the first half; it exists only if perturbations are held out.
     """
     units = predictor.units
-    # (cells,): position of each cell when cells are sorted by unit, shuffled in each unit
-    generator = seeded(units.context.options.seed + fold.repetition, draws.HALVES_OF_UNITS)
-    shuffled = generator.permutation(len(units.scored_unit_of_cell))
-    by_scored_unit = np.argsort(units.scored_unit_of_cell[shuffled], kind="stable")
-    position = np.argsort(shuffled[by_scored_unit])
-    half_of_cell = position % 2  # cells of each unit alternate between the halves
+    half_of_cell = _halve_cells(units, fold.repetition)
     halves = []
     for half, half_of_controls in enumerate((START_HALF, REFERENCE_HALF)):
         controls = units.profiles.average_controls(half_of_controls)
@@ -129,10 +134,23 @@ def pair_halves(predictor: ChangePredictor, fold: Fold) -> dict[ScoredMethod, Ch
     return pairs
 
 
+def _halve_cells(units: PerturbedUnits, repetition: int) -> np.ndarray:
+    """(cells,) int64: half of each cell, 0 or 1. The cells of each unit are divided evenly and at
+    random, anew in each repetition.
+    """
+    unit_of_cell = units.scored_unit_of_cell
+    generator = seeded(units.context.options.seed + repetition, draws.HALVES_OF_UNITS)
+    shuffled = generator.permutation(len(unit_of_cell))
+    # cells sorted by unit, in random order within a unit, and the place of each cell in this order
+    by_unit = shuffled[np.argsort(unit_of_cell[shuffled], kind="stable")]
+    place = np.argsort(by_unit)
+    return place % 2  # the cells of a unit alternate between the halves
+
+
 def predict_probes(
     predictor: ChangePredictor, folds: list[Fold], methods: list[ScoredMethod]
 ) -> Iterator[ChangesByMethod]:
-    """Changes that the probes of `methods` predict in each fold."""
+    """Predicted changes of the probes of `methods`: for each fold, (test units, G) by probe."""
     noise = predictor.units.config.probe_noise
     seed = predictor.units.context.options.seed
     for fold, predicted in zip(folds, predictor.predict(folds)):

@@ -1,16 +1,16 @@
 """Task `perturbation`: predicted changes of expression under held-out perturbations, or in held-out
-donors and contexts (docs/perturbations.md).
+contexts such as donors (docs/perturbations.md).
 
-For each kind of value that is held out, in this order:
+The task runs for each kind of value that is held out. Its steps are, in this order:
 
 - `profiles.py` reads the expression of the cells, and defines units and changes;
 - `units.py` gathers the cells into units, and the units into groups that are held out together;
-- `folds.py` divides the groups into those to fit on and those to test, or reads `split_file.py`;
+- `folds.py` divides the groups into groups to fit on and groups to test, or reads `split_file.py`;
 - `predictions.py` predicts the changes of the tested units: by the model's head (`response.py`), from
   features of genes (`gene_features.py`), and by `baselines.py` and `doses.py`;
-- `scoring.py` scores them by `change_scores.py`, next to ceilings and `probes.py`.
+- `scoring.py` scores the predictions (`change_scores.py`), and the ceilings and `probes.py`.
 
-A unit's own perturbed genes are left out of its scores. Intervals are over perturbations and
+The genes that a unit perturbs are left out of its scores. Intervals are over perturbations and
 repetitions. `changes_file.py` writes the same predictions for other packages.
 """
 
@@ -42,32 +42,38 @@ from cellmill.evaluate.tasks.perturbation.gene_features import CO_EXPRESSION, pr
 from cellmill.evaluate.tasks.perturbation.predictions import ChangePredictor
 from cellmill.evaluate.tasks.perturbation.probes import describe_better_probes
 from cellmill.evaluate.tasks.perturbation.profiles import require_changes
-from cellmill.evaluate.tasks.perturbation.scoring import CEILING, score_folds
+from cellmill.evaluate.tasks.perturbation.scoring import (
+    CEILING,
+    PerturbationScores,
+    score_folds,
+)
 from cellmill.evaluate.tasks.perturbation.split_file import SPLITS, TEST, TRAIN, SplitFile
 from cellmill.evaluate.tasks.perturbation.units import DOSE, PERTURBATION, PerturbedUnits
 from cellmill.runs.results import Difference, ScoredMethod, TaskResult
 
-FITS_S = 0.8  # seconds of the fits and scores of units, of which there are few
+FITS_S = 0.8  # seconds for fits and scores; there are so few units that their number hardly matters
 
 
 @dataclass
 class HeldOutResult:
-    """Scores with one kind of value held out, and what the result says about them."""
+    """Scores with one kind of value held out, such as donors, and the figures, notes and tables for them."""
 
-    figures: dict[str, Any]
-    reason_unscored: str | None  # None if something is scored
-    columns: list[ScoreColumn] = field(default_factory=list)
-    reference_columns: list[ScoreColumn] = field(default_factory=list)  # ceilings and probes
+    figures: dict[str, Any]  # by key of metrics.json
+    reason_unscored: str | None  # None if some unit is tested
+    columns: list[ScoreColumn] = field(default_factory=list)  # of predictions
+    reference_columns: list[ScoreColumn] = field(default_factory=list)  # of ceilings and probes
     notes: list[str] = field(default_factory=list)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # rows by title
 
 
 class Perturbation(Task):
     config: PerturbationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores by the split file, or else with each of `held_out` and then doses held out. Skipped if
-        none can be scored.
+        """Scores of the units that the split file tests. Without a split file, scores with each of option
+        `held_out` held out, and then with doses held out if option `doses` is set.
+
+        Raises Skipped if no unit can be scored.
         """
         require_changes(context)
         held_out_names: list[str] = [*self.config.held_out]
@@ -79,11 +85,11 @@ class Perturbation(Task):
             held_out_names = [PERTURBATION]
         results = []
         figures: dict[str, Any] = {}
-        reasons = []  # why something is not scored
+        reasons = []  # for each kind of value that is not scored, the reason
         for held_out in held_out_names:
             try:
                 units = PerturbedUnits.read(context, self.config, held_out, split_file)
-            except Skipped as skipped:  # leaves the others to score
+            except Skipped as skipped:  # other kinds of values can still be scored
                 reason = f"held out {held_out}: {skipped}"
                 reasons.append(reason)
                 figures |= skipped.figures | {f"{held_out}_no_folds": reason}
@@ -117,21 +123,28 @@ class Perturbation(Task):
                 scored.tables["dose curves"] = self._tabulate_doses(
                     predictor, scores.predictions["MAE"], scores.best_methods
                 )
-            for metric, predictions in scores.predictions.items():
-                ceilings = scores.ceilings[metric]
-                probes = scores.probes[metric]
-                column = make_column(metric, novelty, predictions, ceilings)
-                if column is not None:
-                    scored.columns.append(column)
-                    references = drop_all_nan(ceilings | probes)
-                    scored.reference_columns.append(replace(column, scores=references))
-                    scored.notes += describe_better_probes(
-                        column, probes, scores.best_methods, self.config.probe_noise
-                    )
+            self._add_columns(scored, novelty, scores)
         return scored
 
+    def _add_columns(self, scored: HeldOutResult, novelty: str, scores: PerturbationScores) -> None:
+        """Add a column for each metric to `scored`, a column of its ceilings and probes, and notes on
+        probes that are better than the prediction.
+        """
+        for metric, predictions in scores.predictions.items():
+            ceilings = scores.ceilings[metric]
+            probes = scores.probes[metric]
+            column = make_column(metric, novelty, predictions, ceilings)
+            if column is None:
+                continue
+            scored.columns.append(column)
+            references = drop_all_nan(ceilings | probes)
+            scored.reference_columns.append(replace(column, scores=references))
+            scored.notes += describe_better_probes(
+                column, probes, scores.best_methods, self.config.probe_noise
+            )
+
     def _describe_units(self, predictor: ChangePredictor, folds: list[Fold]) -> HeldOutResult:
-        """A result with figures of the units, for metrics.json, and nothing scored yet."""
+        """A result with the figures of the units, for metrics.json. It has no scores yet."""
         units = predictor.units
         held_out = units.held_out
         tested = {name for fold in folds for name in units.perturbation[fold.tested]}
@@ -156,11 +169,13 @@ class Perturbation(Task):
     def _tabulate_doses(
         self, predictor: ChangePredictor, errors: ByMethod, best_methods: list[ScoredMethod]
     ) -> list[dict[str, Any]]:
-        """A row for each compound, with errors of the curves and of the model's best method."""
+        """A row for each compound: its dose curve, and the errors of LINEAR, HILL and the model's best
+        method. `errors` are (repetitions, compounds) by method.
+        """
         units = predictor.units
         unit = str(self.config.dose_unit or "")
         if self.config.doses == "names":
-            _, _, unit = parse_names(units.name_in_dataset, self.config.dose_unit)
+            unit = parse_names(units.name_in_dataset, self.config.dose_unit).unit
         methods = [LINEAR, HILL, *(method for method in best_methods if method.kind == "model")]
         return tabulate_curves(
             predictor.changes_from_start,
@@ -171,8 +186,8 @@ class Perturbation(Task):
         )
 
     def _tabulate(self, results: list[HeldOutResult], figures: dict[str, Any]) -> TaskResult:
-        """All results as one. Rows of ceilings and probes are below the table; differences are of the
-        model, and of the methods that read gene vectors.
+        """The results for all kinds of values as one result. Its table has the rows of ceilings and probes
+        last. It has differences of the model, and of methods that read gene vectors of other sources.
         """
         columns = []
         reference_columns = []
@@ -197,8 +212,8 @@ class Perturbation(Task):
     def _compare_gene_sources(
         self, columns: list[ScoreColumn]
     ) -> tuple[list[Difference], list[str]]:
-        """Differences to the mean of methods that read gene vectors, and a sentence on the best
-        method of each source.
+        """Differences between each method that reads gene vectors of controls or files and MEAN, and for
+        each source a sentence on the best method with its vectors.
         """
         sources = [method.features for method in self._list_gene_sources()]
         differences = []
@@ -213,20 +228,24 @@ class Perturbation(Task):
         return differences, notes
 
     def _list_gene_sources(self) -> list[ScoredMethod]:
-        """Sources of gene vectors that are compared with the mean: controls and files."""
+        """Sources of gene vectors that are compared with MEAN: controls, and the files of option
+        `priors`.
+        """
         return [CO_EXPRESSION, *map(prior_method, self.config.priors)]
 
 
 def describe_split(
     units: PerturbedUnits, folds_by_novelty: Mapping[str, list[Fold]]
 ) -> dict[str, Any]:
-    """Figures of the units of a split file, for metrics.json."""
+    """Numbers of units by split and by novelty, and perturbations that the split file does not name, as
+    figures for metrics.json.
+    """
     figures: dict[str, Any] = {}
     for split in SPLITS:
         figures[f"split_{split}"] = int((units.split_of_unit == split).sum())
     unnamed = units.perturbation[units.split_of_unit == ""]
     figures["split_unnamed"] = ", ".join(np.unique(unnamed)) or "none"
-    for novelty, [fold] in folds_by_novelty.items():
+    for novelty, [fold] in folds_by_novelty.items():  # a split file has one fold for each
         figures["tested_" + re.sub(r"\W", "_", novelty)] = len(fold.tested)
     return figures
 
@@ -234,16 +253,18 @@ def describe_split(
 def note_contradictions(
     units: PerturbedUnits, split_file: SplitFile, folds_by_novelty: Mapping[str, list[Fold]]
 ) -> list[str]:
-    """Notes on statements of the file that the dataset or the model contradicts."""
+    """Notes on units that the task treats otherwise than the split file says."""
     notes = []
-    is_test = units.split_of_unit == TEST
     names = np.array(units.unit_names)
+    # units of split test of which the model saw cells
+    is_test = units.split_of_unit == TEST
     seen = names[is_test & ~units.is_testable]
     if len(seen):
         notes.append(
             f"{len(seen):,} of {is_test.sum():,} units that {split_file.path} tests are not tested, the first "
             f"{seen[0]}, because the model saw cells of them; hold them out of its corpus (shard.split_by)."
         )
+    # units whose novelty in the file is not the novelty that they are scored as
     for novelty, [fold] in folds_by_novelty.items():
         for file_novelty in sorted({*split_file.novelty_in_file.values()} - {novelty}):
             differing = [
@@ -256,6 +277,7 @@ def note_contradictions(
                     f"{len(differing):,} units that {split_file.path} counts as {file_novelty}, the first "
                     f"{names[differing[0]]}, are scored as {novelty}, by the perturbations in {TRAIN}."
                 )
+    # perturbations that may be combinations
     combinations = split_file.possible_combinations
     if combinations:
         notes.append(
@@ -268,9 +290,11 @@ def note_contradictions(
 def make_column(
     metric: str, novelty: str, predictions: ByMethod, ceilings: ByMethod
 ) -> ScoreColumn | None:
-    """Column of the methods that have the metric; None if no method, or no ceiling, has it.
+    """A column with the scores by one metric, of all methods that have a score. None if no method has a
+    score, or if the ceiling has none.
 
-    `novelty` says in words what the tested units are, such as `new perturbation`.
+    `novelty` says in words how the tested units are new, such as `new perturbation`. The heading of
+    the column ends in it.
     """
     methods = drop_all_nan(predictions)
     ceiling = drop_all_nan(ceilings).get(CEILING)
@@ -287,5 +311,5 @@ def make_column(
 
 
 def drop_all_nan(scores: ByMethod) -> ByMethod:
-    """The scores without methods whose scores are all NaN."""
+    """The scores, without methods that have only NaN."""
     return {method: values for method, values in scores.items() if np.isfinite(values).any()}

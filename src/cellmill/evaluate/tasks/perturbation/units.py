@@ -1,4 +1,6 @@
-"""Units of perturbed cells (see `profiles.py`), and the groups of them that are held out together.
+"""Units of perturbed cells, and groups of units that are held out together.
+
+A unit is a perturbation at one dose, and in one context if units have contexts (see `profiles.py`).
 
 Legend: U units, G genes.
 """
@@ -21,38 +23,40 @@ from cellmill.evaluate.tasks.perturbation.profiles import (
     controlled_role,
     read_profiles,
 )
-from cellmill.evaluate.tasks.perturbation.split_file import PartNames, SplitFile
+from cellmill.evaluate.tasks.perturbation.split_file import NameDivider, SplitFile
 
-# what is held out, if it is not contexts: perturbations (also by every split file), or doses
-PERTURBATION = "perturbation"
+# What is held out, if it is not the values of a role of contexts.
+PERTURBATION = "perturbation"  # also if a split file says what is tested
 DOSE = "dose"
-# a group may be tested if at least this share of its cells is scored; the others equal training cells
-# or have no known gene
+# A group can be tested if at least this share of its cells is scored. The other cells may be equal to
+# training cells, or may have no gene that the model knows.
 TESTABLE_FRAC = 0.9
 
 
 @dataclass(frozen=True)
 class PerturbedUnits:
-    """Units that are fitted on or held out, in groups that are held out together."""
+    """The units of a dataset, and the groups that are held out together."""
 
     context: Context
     config: PerturbationConfig
     held_out: str  # PERTURBATION, DOSE, or the role of contexts, such as `donor`
     profiles: Profiles
-    # (cells,) int64: unit of a cell; -1 for controls, and for units with too few cells
+    # (cells,) int64: unit of a cell; -1 for controls, and for cells of units with too few cells
     unit_of_cell: np.ndarray
+
     name_in_dataset: np.ndarray  # (U,) text: perturbation as the dataset has it
-    perturbation: np.ndarray  # (U,) text: the same, or the compound if names have doses
-    dose: np.ndarray  # (U,) text, empty for a unit without
-    unit_context: np.ndarray  # (U,) text, empty if units have none
-    group_of_unit: np.ndarray  # (U,) text: the values that are held out together
-    # (U,) bool: at least TESTABLE_FRAC of the group's cells are scored, so it may be tested
+    perturbation: np.ndarray  # (U,) text: the compound if names have doses, otherwise the same name
+    dose: np.ndarray  # (U,) text; empty for a unit without a dose
+    unit_context: np.ndarray  # (U,) text; empty if units have no contexts
+
+    group_of_unit: np.ndarray  # (U,) text: name of the group that the unit is held out with
+    # (U,) bool: at least TESTABLE_FRAC of the cells of the unit's group are scored
     is_testable: np.ndarray
-    # (U,) bool: the model was trained, not only validated, on cells of the group
+    # (U,) bool: the model was trained, and not only validated, on cells of the unit's group
     in_trained_group: np.ndarray
-    # perturbations of units with too few cells, or without the dose that is held out
+    # perturbations of units that are left out: units with too few cells, or without the dose to hold out
     left_out: list[str]
-    part_names: PartNames
+    name_divider: NameDivider
     split_file: SplitFile | None
 
     @classmethod
@@ -63,42 +67,39 @@ class PerturbedUnits:
         held_out: str,
         split_file: SplitFile | None = None,
     ) -> Self:
-        """Units with at least `min_cells` cells. For units that may be tested, only scored cells
-        count.
+        """Gather the perturbed cells of a dataset into units, and the units into groups.
 
-        Raises Skipped if the dataset has nothing to hold out, or if no stratum has enough controls.
+        Units with fewer than `min_cells` cells are left out. If a unit can be tested, only its scored
+        cells count. Raises Skipped if the dataset has nothing to hold out, or if no stratum has enough
+        controls.
         """
-        # the role of contexts, if units have any
-        context_role = None if held_out in (PERTURBATION, DOSE) else held_out
-        if split_file is not None:
-            context_role = split_file.context_role
-        elif context_role is not None:
-            if context_role not in context.roles:
-                raise Skipped(f"the dataset has no {context_role} column")
-            if context_role == controlled_role(context.roles):
-                raise Skipped("its values are the perturbations; hold out perturbation")
-        roles = (*STRATA, context_role) if context_role else STRATA
+        context_role = _find_context_role(context, held_out, split_file)
         profiles = read_profiles(
             context.reader,
             context.gene_columns,
             context.roles,
-            roles,
+            (*STRATA, context_role) if context_role else STRATA,
             context.options.seed,
         )
         if profiles.stratum.max() < 0:
             raise Skipped("no stratum has enough controls")
-        # cells, their groups, and their units
+
+        # cells, with the names of their units and groups
         cells = _tabulate_cells(context, config, profiles, context_role)
         cells["group"] = _name_groups(cells, held_out, context_role, split_file)
-        no_dose: list[str] = []
+        without_dose: list[str] = []
         if held_out == DOSE:
             has_dose = np.isfinite(compute_log_doses(cells["dose"].to_numpy(str)))
-            no_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
+            without_dose = cells["perturbation"][cells["is_usable"] & ~has_dose].unique().tolist()
             cells["is_usable"] &= has_dose
+
+        # groups: whether they can be tested, and whether the model was trained on them
         usable = cells[cells["is_usable"]]
         groups = usable.groupby("group")
         is_testable = groups["is_scored"].sum() >= TESTABLE_FRAC * groups.size()
         in_training = groups["in_training"].any()
+
+        # units with enough cells; -1 in `unit_of_cell` is for cells of other units
         units = _tabulate_units(usable, is_testable)
         has_enough = units["n_cells"] >= config.min_cells
         kept = units[has_enough]
@@ -117,8 +118,8 @@ class PerturbedUnits:
             group_of_unit=kept["group"].to_numpy(str),
             is_testable=is_testable[kept["group"]].to_numpy(bool),
             in_trained_group=in_training[kept["group"]].to_numpy(bool),
-            left_out=sorted({*units["perturbation"][~has_enough], *no_dose}),
-            part_names=split_file.names if split_file else PartNames(context, delimiter),
+            left_out=sorted({*units["perturbation"][~has_enough], *without_dose}),
+            name_divider=split_file.name_divider if split_file else NameDivider(context, delimiter),
             split_file=split_file,
         )
 
@@ -129,15 +130,15 @@ class PerturbedUnits:
 
     @cached_property
     def unit_names(self) -> list[str]:
-        """Perturbation of each unit, with its dose and context if it has them."""
+        """Name of each unit: its perturbation, and its dose and its context if the unit has them."""
         texts = zip(self.perturbation.tolist(), self.dose.tolist(), self.unit_context.tolist())
         return [" | ".join(filter(None, unit_texts)) for unit_texts in texts]
 
     @cached_property
     def split_of_unit(self) -> np.ndarray:
-        """(U,) text: split of each unit in the file; empty for a unit that it does not name."""
+        """(U,) text: split of each unit in the split file; empty for a unit that the file does not name."""
         assert self.split_file is not None
-        return self.split_file.assign(self.perturbation, self.unit_context)
+        return self.split_file.assign_splits(self.perturbation, self.unit_context)
 
     @cached_property
     def log_dose(self) -> np.ndarray:
@@ -146,37 +147,56 @@ class PerturbedUnits:
 
     @cached_property
     def scored_unit_of_cell(self) -> np.ndarray:
-        """(cells,) int64: unit of each scored cell, from which changes are measured; -1 for other
-        cells.
+        """(cells,) int64: unit of each scored cell, and -1 for other cells. Scores compare predictions with
+        the changes of these cells.
         """
         return np.where(self.context.scored, self.unit_of_cell, -1)
 
     @cached_property
     def gene_names(self) -> list[list[str]]:
-        """Names of each unit's perturbed genes: the parts of its perturbation."""
-        parts = map(self.part_names.parts_or_whole, self.perturbation.tolist())
+        """Names of the genes that each unit perturbs, which are the parts of its perturbation."""
+        parts = map(self.name_divider.divide_or_keep, self.perturbation.tolist())
         return [[*map(str.strip, names)] for names in parts]
 
     @cached_property
     def genes(self) -> list[list[int]]:
-        """Vocabulary rows of each unit's perturbed genes that the model knows."""
+        """Vocabulary rows of the genes that each unit perturbs, without genes that the model does not
+        know.
+        """
         return known_rows(self.gene_names, self.context.model.vocabulary)
+
+
+def _find_context_role(context: Context, held_out: str, split_file: SplitFile | None) -> str | None:
+    """Role whose values are the contexts of units; None if units have no contexts. Raises Skipped if the
+    dataset lacks the role that is held out.
+    """
+    if split_file is not None:
+        return split_file.context_role
+    if held_out in (PERTURBATION, DOSE):
+        return None
+    if held_out not in context.roles:
+        raise Skipped(f"the dataset has no {held_out} column")
+    if held_out == controlled_role(context.roles):
+        raise Skipped("its values are the perturbations; hold out perturbation")
+    return held_out
 
 
 def _tabulate_cells(
     context: Context, config: PerturbationConfig, profiles: Profiles, context_role: str | None
 ) -> pd.DataFrame:
-    """A row for each cell: its unit, the values that name the unit, and three flags. They say whether
-    the cell is usable, is scored, and was in the model's training.
+    """A row for each cell: the name of its unit, the values that make this name, and three flags.
 
-    A cell is usable if it is perturbed, has a stratum, and has a value of `context_role` if units have
-    contexts.
+    `is_usable` is True for perturbed cells that have a stratum, and a value of `context_role` if units
+    have contexts. `is_scored` is True for scored cells. `in_training` is True for cells that the model
+    was trained on.
     """
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
     compound = profiles.perturbation
     dose = profiles.dose
     if config.doses == "names":
-        compound, dose, _ = parse_names(compound, config.dose_unit)
+        parsed = parse_names(profiles.perturbation, config.dose_unit)
+        compound = parsed.compounds
+        dose = parsed.doses
     contexts = np.full(len(is_usable), "")
     if context_role is not None:
         contexts = text_values(context.roles[context_role]).astype(str)
@@ -202,7 +222,9 @@ def _tabulate_cells(
 def _name_groups(
     cells: pd.DataFrame, held_out: str, context_role: str | None, split_file: SplitFile | None
 ) -> pd.Series:
-    """Group of each cell: its perturbation, context, or both, or its perturbation and dose."""
+    """Name of the group of each cell. The group is the perturbation of the cell, its context, both of
+    them, or its perturbation and dose.
+    """
     if split_file is not None:
         return cells["perturbation"] + " | " + cells["context"]
     if held_out == DOSE:
@@ -211,10 +233,11 @@ def _name_groups(
 
 
 def _tabulate_units(usable: pd.DataFrame, is_testable: pd.Series) -> pd.DataFrame:
-    """Perturbation, dose, context, group and `n_cells` of each unit, by its name.
+    """A row for each unit, by the name of the unit: its perturbation, dose, context, group and number of
+    cells `n_cells`.
 
-    `is_testable` is by group. Of units that may be tested only the scored cells count, of other units
-    all cells.
+    `is_testable` says for each group whether it can be tested. If it can, only scored cells count in
+    `n_cells`. If it cannot, all usable cells count.
     """
     is_counted = usable["is_scored"] | ~is_testable[usable["group"]].to_numpy(bool)
     units = usable.assign(is_counted=is_counted).groupby("unit")
