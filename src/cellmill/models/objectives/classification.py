@@ -1,6 +1,6 @@
 """classification: predict a cell's label from the cell's vector.
 
-The loss of a cell is the cross-entropy. In training it is multiplied by the weight of the cell's label.
+The loss of a cell is the cross-entropy. Training multiplies the loss by the weight of the cell's label.
 The head has one output for each level of the label column, so that `init_from` can match the rows of
 the head by the name of the level. If some cells have no value, the last level is MISSING. MISSING is
 not a label, and its logit is left out.
@@ -40,6 +40,8 @@ class WeightedLabelBatch(TargetBatch):
 
 
 class Classification(LabelObjective):
+    """Predict the label of a cell from the cell's vector."""
+
     config: ClassificationConfig
     metric_names = ("accuracy",)
     n_sums = 2
@@ -52,7 +54,7 @@ class Classification(LabelObjective):
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
         config = self.config
         # An adversarial loss rises while the encoder learns to hide the label. In the validation loss,
-        # by which training chooses the best checkpoint, it would make a better encoder look worse
+        # by which training chooses the best checkpoint, this loss would make a better encoder look worse
         self.in_validation_loss = config.adversarial_scale is None
         self.head_name = f"label_head{self.suffix}"
         n_levels = len(self.levels[config.label_column])

@@ -20,6 +20,8 @@ from cellmill.models.objectives.shared.per_cell import CellObjective, TargetBatc
 
 
 class Distill(CellObjective):
+    """Predict a teacher's vector of a cell from this model's vector of the cell."""
+
     config: DistillConfig
     teacher_width: int  # number of columns of the teacher's vectors; `attach` sets it
 

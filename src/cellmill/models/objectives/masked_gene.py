@@ -39,6 +39,8 @@ class GeneObservations(NamedTuple):
 
 
 class MaskedGene(MaskedObjective):
+    """Predict the genes of masked tokens, whose values the model sees."""
+
     predicts_genes = True
     gene_rows = frozenset({"gene_bias"})
     n_genes: int  # the number of genes in the vocabulary; `attach` sets it

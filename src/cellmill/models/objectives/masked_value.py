@@ -48,6 +48,8 @@ class ValueObservations(NamedTuple):
 
 
 class MaskedValue(MaskedObjective):
+    """Predict the values of masked tokens, whose genes the model sees."""
+
     config: MaskedValueConfig
     predicts_genes = False
 

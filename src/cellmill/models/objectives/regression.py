@@ -56,6 +56,8 @@ class MomentSums(NamedTuple):
 
 
 class Regression(CellObjective):
+    """Predict a number of a cell from the cell's vector."""
+
     config: RegressionConfig
     metric_names = ("pearson",)
     n_sums = len(MomentSums._fields)

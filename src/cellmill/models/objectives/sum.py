@@ -53,6 +53,8 @@ class SumBatch(EncoderBatch):
 
 
 class Sum(Objective):
+    """Train several objectives together, from one run of the model."""
+
     config: SumConfig
 
     def __init__(self, config: SumConfig, tokens: Tokens) -> None:

@@ -36,6 +36,8 @@ ANCHORS_PER_CHUNK = 1024  # at most this number of anchors have their logits in 
 
 
 class SupervisedContrastive(LabelObjective):
+    """Train cells with the same label to have similar vectors."""
+
     config: SupervisedContrastiveConfig
 
     def attach(self, model: ObjectiveModel, vocab_size: int) -> tuple[str, ...]:
@@ -125,7 +127,8 @@ def _anchor_loss_sum(codes: Tensor, vectors: Tensor, anchors: Tensor, temperatur
     `codes` (slots,) are the level codes of the labels, and `vectors` (slots, vector width) the unit
     vectors, of all slots. `anchors` (anchors,) int64 are the slots of the anchors.
     """
-    # (anchors, slots) bool: the other cells of the global batch, and the positives among them
+    # (anchors, slots) bool: the other cells of the global batch, and the positives among them. An empty
+    # slot is never an other cell, and as an anchor it has no positives
     anchor_codes = codes[anchors, None]
     slots = torch.arange(len(codes), device=codes.device)
     is_other = (codes != 0) & (slots != anchors[:, None])
