@@ -10,8 +10,8 @@ The modules, in the order in which a page is made:
   the standings and the advice.
 - `task_table` makes the table of a task in one run, and `side_by_side` the table of a task in
   several runs. `text` formats single values as text.
-- `training` makes the values and charts of the section on training. `checkpoints` makes the charts
-  of a run's evaluated checkpoints.
+- `training` makes the values and charts of the section on training. `checkpoints` makes charts of
+  scores over the steps of a run's evaluated checkpoints.
 - `sweeps` makes the rows and curves of a sweep. The charts of these curves are in
   `drawing/curves.py`.
 - `drawing` makes all charts.

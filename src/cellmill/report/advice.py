@@ -44,14 +44,15 @@ REPLACEMENT_OBJECTIVES = {
     "cell_decoding": {"name": "cell_decoding"},
     "{name: cell_decoding, view: drop}": {"name": "cell_decoding", "view": "drop"},
 }
-"""Objectives to train instead of a weak objective: section `objective`, by the YAML for it.
+"""Objectives to train instead of a weak objective. A key is the YAML that a user writes.
 
-The first replacement that the run's other options accept is advised.
+A value is section `objective` of the options. The first replacement that the run's other options
+accept is advised.
 """
 GAINS = {"batch": Gain(0.006, -0.001, 0.013), "steps": Gain(0.013, -0.007, 0.034)}
 """Changes of accuracy by what was changed, from rows of "What to change first" in docs/quality.md.
 
-`batch` is the choice of a batch column. `steps` is the step from 400 to 1,600 training steps.
+`batch` is the choice of a batch column. `steps` is the increase from 400 to 1,600 training steps.
 """
 # The advice on the learning rate was measured for family `profile` with `hidden` equal to MIN_WIDTH.
 # A rate above MAX_LR lowered the accuracy there. Wider models get the same advice.
@@ -200,7 +201,11 @@ def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
 
 
 def _advise_next_step(run: ReportedRun, outcomes: Sequence[str]) -> str:
-    """The least urgent advice, which every run has: finish the run, make it comparable, or repeat it."""
+    """The least urgent advice. There is always one.
+
+    It is to finish the run, to let a task compare it with a baseline, or to repeat it with other
+    seeds.
+    """
     if run.evaluation is None:
         return "run the workflow to its end: the run has no result yet"
     if not outcomes:

@@ -27,18 +27,20 @@ def make_checkpoint_charts(run: ReportedRun, dataset_name: str) -> Iterator[tupl
         metric = exported_result.metric
         if metric is None:
             continue
-        curves = _list_points_by_method(evaluation_by_step, dataset_name, task, metric)
-        if all(len(points) < 2 for points in curves.values()):
+        points_by_name = _list_points_by_method(evaluation_by_step, dataset_name, task, metric)
+        if all(len(points) < 2 for points in points_by_name.values()):
             continue
+        # the best baseline is a horizontal line from the first step to the last
         baseline = exported_result.best_baseline(metric)
         if baseline is not None:
             value = exported_result.rank_value(baseline)
             name = f"{baseline.method.name} (best baseline)"
-            curves[name] = [(min(evaluation_by_step), value), (max(evaluation_by_step), value)]
+            ends = min(evaluation_by_step), max(evaluation_by_step)
+            points_by_name[name] = [(step, value) for step in ends]
         metric_words = to_words(metric)
         heading = f"{to_words(task)}: {metric_words} over steps"
         title = f"{run.name}, {dataset_name}, {heading}"
-        yield heading, make_curves_chart(title, curves, metric_words)
+        yield heading, make_curves_chart(title, points_by_name, metric_words)
 
 
 def _list_points_by_method(
@@ -49,7 +51,7 @@ def _list_points_by_method(
     `evaluation_by_step` is in ascending order of steps. Steps at which the task was not scored in
     this metric are left out.
     """
-    curves: dict[str, StepValues] = {}
+    points_by_method: dict[str, StepValues] = {}
     for step, evaluation in evaluation_by_step.items():
         dataset_result = evaluation.datasets.get(dataset_name)
         result = dataset_result.tasks.get(task) if dataset_result else None
@@ -58,5 +60,5 @@ def _list_points_by_method(
         for row in result.ranked_rows:
             if row.method.kind == "model":
                 point = (step, result.rank_value(row))
-                curves.setdefault(row.method.name, []).append(point)
-    return curves
+                points_by_method.setdefault(row.method.name, []).append(point)
+    return points_by_method

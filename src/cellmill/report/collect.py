@@ -66,7 +66,7 @@ class UmapCells(NamedTuple):
     is_held_out: bytes  # (cells,), 1 for a held-out cell, otherwise 0
     # labels and batches of the cells, by column (`label` or `batch`). A text is empty if the cell's
     # label or batch is unknown.
-    texts: Mapping[str, Sequence[str]]
+    texts_by_column: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,10 @@ def _read_umap_cells(path: Path) -> dict[str, UmapCells]:
             y=array("d", compress(columns.y, is_in_dataset)),
             is_held_out=bytes(text == "1" for text in compress(columns.heldout, is_in_dataset)),
             # interned texts that are equal share their memory
-            texts={"label": [*map(sys.intern, labels)], "batch": [*map(sys.intern, batches)]},
+            texts_by_column={
+                "label": [*map(sys.intern, labels)],
+                "batch": [*map(sys.intern, batches)],
+            },
         )
     return cells_by_dataset
 
@@ -229,7 +232,7 @@ def _read_checkpoint_evaluations(
     """Read metrics.json of each evaluated checkpoint, by step in ascending order.
 
     A checkpoint is left out if it has another value of one of TRAINING_KEYS than the exported model.
-    It is then left from an earlier training.
+    Such a checkpoint is from an earlier training of the run.
     """
     training_values = _list_training_values(exported_model or ModelSchema())
     evaluation_by_step: dict[int, Evaluation] = {}
@@ -259,7 +262,7 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
     A table of a model that is not the evaluated model is not shown. Its place has a skipped result.
     """
     evaluated_digest = _get_model(evaluation).digest
-    tables: dict[str, dict[str, TaskResult]] = defaultdict(dict)
+    tables_by_dataset: dict[str, dict[str, TaskResult]] = defaultdict(dict)
     for path in sorted(folder.glob("bridges/*.json")):
         bridge = BridgeSchema.read(path)
         are_digests_known = None not in (bridge.model_digest, evaluated_digest)
@@ -267,17 +270,17 @@ def _read_bridges(folder: Path, evaluation: Evaluation | None) -> dict[str, dict
             table = TaskResult(skipped=f"{path.name} is of another model; make it again")
         else:
             table = _make_table(bridge.rows)
-        tables[bridge.dataset][f"{bridge.package} {bridge.version}"] = table
-    return tables
+        tables_by_dataset[bridge.dataset][f"{bridge.package} {bridge.version}"] = table
+    return tables_by_dataset
 
 
 def _make_table(entries: Sequence[BridgeValueSchema]) -> TaskResult:
     """Make a table with a row per method and a column per metric. Each entry is one of the values."""
-    rows: dict[str, Row] = {}
+    row_by_name: dict[str, Row] = {}
     for entry in entries:
-        row = rows.setdefault(entry.name, Row(ScoredMethod(entry.name, kind=entry.kind)))
+        row = row_by_name.setdefault(entry.name, Row(ScoredMethod(entry.name, kind=entry.kind)))
         row.numbers[entry.metric] = entry.value
-    return TaskResult([*rows.values()])
+    return TaskResult([*row_by_name.values()])
 
 
 def read_corpus(folder: Path) -> ReportedCorpus:

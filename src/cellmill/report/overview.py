@@ -26,7 +26,8 @@ RELATIONS: dict[Outcome, str] = {
 
 The outcomes are in the order in which sentences, and the table of standings, list them.
 """
-# ends of sentences on runs that are better than the leader in single tasks
+# Phrases in the sentences about runs that are better than the leader in single tasks. They say if
+# the differences have an interval.
 WITH_INTERVAL = "with a 95 % interval above 0"
 WITHOUT_INTERVAL = (
     "without an interval, because there are fewer than two paired repetitions, the error over units is unknown, or "
@@ -130,7 +131,8 @@ def _describe_verdict(standing: Standing) -> str:
 def _describe_outcomes(standing: Standing) -> str:
     """Say in how many comparisons a run is ahead, level, behind and undecided.
 
-    Outcomes ahead and behind are named with their tasks, and also if no comparison has them.
+    The sentence names the tasks in which the run is ahead or behind. It also says if the run is
+    ahead or behind in none.
     """
     n_comparisons = len(standing.verdicts)
     if n_comparisons == 0:

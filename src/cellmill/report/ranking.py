@@ -161,12 +161,13 @@ def rank_runs(scores_by_run: Mapping[str, Scores]) -> Ranking:
         if difference.value > 0
     ]
     tied = [run for run, differences in differences_by_run.items() if not differences]
+    # the lead is clear if every other run is worse in a task, by a difference with an interval
     is_clear = all(
         any(difference.value < 0 and difference.has_interval for difference in differences.values())
         for differences in differences_by_run.values()
     )
 
-    # all runs are paired if they have one text on pairing
+    # all runs are paired if their texts on pairing are equal
     pairings = {
         str([scores[key].pairing for key in shared_keys]) for scores in scores_by_run.values()
     }
@@ -223,9 +224,11 @@ def _list_paired_differences(score: TaskScore, other: TaskScore) -> list[float]:
 def _compute_half_width(score: TaskScore, other: TaskScore) -> float | None:
     """Compute half the width of the 95 % interval of the difference of two runs.
 
-    Return None if there is no interval. This is so in three cases: there are fewer than two pairs
-    of repetitions, no standard error over units is known, or nothing varies (neither the difference
-    over repetitions nor the scores over units).
+    Return None if there is no interval, in one of three cases:
+
+    - There are fewer than two pairs of repetitions.
+    - No standard error over units is known.
+    - Nothing varies, neither the difference over repetitions nor the scores over units.
     """
     differences = _list_paired_differences(score, other)
     n_repetitions = len(differences)

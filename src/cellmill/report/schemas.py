@@ -163,7 +163,7 @@ class RunRecordSchema(TrainingDataSchema):
     # the next fields are read only for the card of a pushed model
     manifest: str | None = None  # path of the manifest of the training shards
     init_from: str | None = None  # model from which the training started; None for random weights
-    nodes: str | None = None  # number of nodes, or its range such as 2:8
+    nodes: str | None = None  # number of nodes, or a range such as 1-2
     nproc_per_node: int | None = None  # number of processes on each node
 
 

@@ -39,11 +39,11 @@ class TaskAcrossRuns(NamedTuple):
 def compare_runs(runs: Sequence[ReportedRun]) -> list[TaskAcrossRuns]:
     """Make a table for each pair of a task and a metric, over the runs that have both.
 
-    Values of different metrics cannot be compared, so they are in different tables. An example are
-    accuracies with different numbers of counts. Skipped tasks and tables without a value are left
+    Values of different metrics cannot be compared, so they are in different tables. Accuracies with
+    different numbers of counts are an example. Skipped tasks and tables without a value are left
     out.
     """
-    # Rows by task, then by metric, so that the tables of one task are next to each other.
+    # group rows by task, then by metric, so that the tables of one task are next to each other
     rows_by_task: dict[str, dict[str | None, list[RunValues]]] = {}
     for run, dataset_name, dataset_result in list_results(runs):
         for task, result in dataset_result.tasks.items():

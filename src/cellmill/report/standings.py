@@ -62,9 +62,10 @@ class Standing:
 def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
     """List the standing of each run on each dataset.
 
-    A run has no standing on a dataset if it has no score there. A run has a score if a task with a
-    metric has a row of the model.
+    A run has no standing on a dataset if it has no score there. A run has a score in a task if a
+    metric ranks the rows of the task, and one of the rows is of the model.
     """
+    # rank the runs of each dataset
     scores_by_dataset: dict[str, dict[str, Scores]] = {}  # by dataset, then by run
     for run, dataset_name, dataset_result in list_results(runs):
         assert run.evaluation is not None
@@ -75,6 +76,8 @@ def list_standings(runs: Sequence[ReportedRun]) -> list[Standing]:
         dataset_name: rank_runs(scores_by_run)
         for dataset_name, scores_by_run in scores_by_dataset.items()
     }
+
+    # join the ranking with the results of each run
     step_by_run = {run.name: (run.status or StatusSchema()).step for run in runs}
     standings = []
     for run, dataset_name, dataset_result in list_results(runs):

@@ -52,25 +52,27 @@ class Grid(NamedTuple):
 def make_grid(result: TaskResult) -> Grid | None:
     """Make the grid of ranked rows. Return None if a grid does not suit the rows.
 
-    A grid does not suit them if no features have several classifiers. Nor does it if some features
-    were scored without a classifier and with the first classifier: both scores would be in one cell.
+    A grid does not suit the rows in two cases. In the first case, no features have several
+    classifiers. In the second case, some features were scored both without a classifier and with
+    the first classifier, so that two scores would be in one cell.
     """
-    rows: dict[str, dict[str, Row]] = {}
+    rows_by_features: dict[str, dict[str, Row]] = {}
     for row in result.ranked_rows:
-        rows.setdefault(row.method.features_name, {})[row.method.classifier] = row
-    if all(len(by_classifier) == 1 for by_classifier in rows.values()):
+        row_by_classifier = rows_by_features.setdefault(row.method.features_name, {})
+        row_by_classifier[row.method.classifier] = row
+    if all(len(row_by_classifier) == 1 for row_by_classifier in rows_by_features.values()):
         return None
-    names = dict.fromkeys(chain.from_iterable(rows.values()))
+    names = dict.fromkeys(chain.from_iterable(rows_by_features.values()))
     classifiers = [name for name in names if name]
     # move each score without a classifier, whose name is empty, to the first column
     without_classifier = []
-    for features, by_classifier in rows.items():
-        if "" in by_classifier:
-            if classifiers[0] in by_classifier:
+    for features, row_by_classifier in rows_by_features.items():
+        if "" in row_by_classifier:
+            if classifiers[0] in row_by_classifier:
                 return None
-            by_classifier[classifiers[0]] = by_classifier.pop("")
+            row_by_classifier[classifiers[0]] = row_by_classifier.pop("")
             without_classifier.append(features)
-    return Grid(classifiers, rows, without_classifier)
+    return Grid(classifiers, rows_by_features, without_classifier)
 
 
 def find_best_row(rows: Iterable[Row], result: TaskResult) -> Row:

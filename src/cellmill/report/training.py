@@ -16,9 +16,10 @@ from cellmill.report.text import to_text, to_words
 from cellmill.runs.collapse import COLLAPSED
 from cellmill.runs.cost import had_gpus
 
+# Names of the two peaks of memory, in charts and in the comparison with the plan.
 TENSOR_MEMORY = "peak tensor memory on any rank, GB"
 PROCESS_MEMORY = "peak memory of any process, libraries included, GB"
-CURVES = {
+CURVE_NAMES = {
     "effective_rank": "effective rank of the embedding",
     "lr": "learning rate",
     "grad_norm": "norm of the gradient",
@@ -58,18 +59,19 @@ def make_loss_charts(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
                     "training": list_step_values(run.logged_lines, "loss"),
                     "validation": list_step_values(run.logged_lines, "val_loss"),
                 }
-        if any(any(by_series.values()) for by_series in losses_by_run.values()):
+        has_points = any(any(series.values()) for series in losses_by_run.values())
+        if has_points:
             name = to_words(objective or "unknown objective")
             title = f"Loss: {name}" if len(objectives) > 1 else "Loss"
             yield make_loss_chart(title, losses_by_run)
 
 
 def make_log_charts(runs: Sequence[ReportedRun]) -> Iterator[Chart]:
-    """Make a chart for each quantity of CURVES that at least one run logged."""
-    for key, name in CURVES.items():
-        curves = {run.name: list_step_values(run.logged_lines, key) for run in runs}
-        if any(curves.values()):
-            yield make_curves_chart(name[0].upper() + name[1:], curves, name)
+    """Make a chart for each quantity of CURVE_NAMES that at least one run logged."""
+    for key, name in CURVE_NAMES.items():
+        points_by_run = {run.name: list_step_values(run.logged_lines, key) for run in runs}
+        if any(points_by_run.values()):
+            yield make_curves_chart(name[0].upper() + name[1:], points_by_run, name)
 
 
 def list_step_values(lines: Sequence[LoggedLineSchema], key: str) -> StepValues:
@@ -129,10 +131,10 @@ def _summarise_log(run: ReportedRun) -> dict[str, float | None]:
     mean_wait = sum(waits) / len(waits) if waits else None
     quantities = {
         "highest cells/s": max(_list_logged_values(run, "cells_per_s"), default=None),
-        CURVES["data_wait_frac"]: mean_wait,
+        CURVE_NAMES["data_wait_frac"]: mean_wait,
     }
     for key in ("effective_rank", "depth_r2", "batch_r2"):
-        name = f"{CURVES[key]}, last validation"
+        name = f"{CURVE_NAMES[key]}, last validation"
         values = _list_logged_values(run, key)
         if key == "effective_rank" and run.has_collapsed and values[-1] < COLLAPSED:
             name += ": collapsed to one direction"
@@ -146,9 +148,9 @@ def _list_logged_values(run: ReportedRun, key: str) -> list[float]:
 
 
 def _find_peak(run: ReportedRun, key: str) -> tuple[float | None, int | None]:
-    """Find the largest value of `key` over all ranks and lines of metrics.jsonl. Return it and its rank.
+    """Find the largest value of `key` over all ranks and lines of metrics.jsonl. Return (value, rank).
 
-    In each line, `key` has a list with a value per rank. If all lists are empty, both are None.
+    In each line, `key` has a list with a value per rank. If all lists are empty, return (None, None).
     """
     values_and_ranks: list[tuple[float, int]] = []
     for line in run.logged_lines:

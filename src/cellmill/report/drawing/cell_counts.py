@@ -42,9 +42,9 @@ def make_histogram_chart(
                 "kept": after_qc[index],  # cells after QC
             }
         )
-    n_beyond = n_cells - sum(row["before"] for row in rows)
-    if n_beyond:
-        x_title += f" ({with_noun(n_beyond, 'cell')} beyond)"
+    n_not_drawn = n_cells - sum(row["before"] for row in rows)
+    if n_not_drawn:
+        x_title += f" ({with_noun(n_not_drawn, 'cell')} beyond)"
     spec = read_template("histogram")
     scale = {"type": "log"} if edges[0] > 0 else {"zero": False}
     spec["encoding"]["x"] |= {"scale": scale, "title": x_title}

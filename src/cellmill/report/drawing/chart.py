@@ -29,6 +29,7 @@ def read_template(name: str) -> Any:
 
 
 CONFIG = read_template("config")
+"""Settings of Vega-Lite that all charts share."""
 PALETTE: list[str] = CONFIG["range"]["category"]
 """Twenty colours that can be told apart on a light and a dark background."""
 
@@ -41,9 +42,9 @@ class Chart:
     rows: Sequence[ChartRow]  # the table
     spec: Spec  # the specification, without the table
     is_umap: bool = False  # True for a UMAP; its thousands of marks are drawn as a bitmap
-    # Some columns have codes in place of texts. For each of them, this has the texts in the order of
-    # the codes. Code -1 stands for the last text, as in Python's indexing.
-    texts_by_code: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # Some columns have codes in place of texts. Each of these columns has its texts here, in the
+    # order of the codes. Code -1 stands for the last text, as in Python's indexing.
+    texts_by_column: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> dict[str, list[Any]]:
@@ -55,7 +56,7 @@ class Chart:
     def csv_columns(self) -> dict[str, list[Any]]:
         """Values of the table by column, with texts in place of codes."""
         columns = dict(self.columns)
-        for name, texts in self.texts_by_code.items():
+        for name, texts in self.texts_by_column.items():
             columns[name] = [texts[code] for code in columns[name]]
         return columns
 

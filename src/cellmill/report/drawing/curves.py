@@ -33,13 +33,14 @@ HEADROOM_FRAC = 0.05  # space above the highest value, as a fraction of the rang
 LOG_RATIO = 5
 
 
-def make_curves_chart(title: str, curves: Mapping[str, StepValues], y_title: str) -> Chart:
-    """Make a chart of values over steps. It has a line for each of `curves`, which are by name."""
-    n_curves = sum(map(bool, curves.values()))  # a curve without points takes no space
+def make_curves_chart(title: str, points_by_name: Mapping[str, StepValues], y_title: str) -> Chart:
+    """Make a chart of values over steps. It has a line for each name, such as the name of a run."""
+    n_curves = sum(map(bool, points_by_name.values()))
     rows = []
-    for name, points in curves.items():
+    for name, points in points_by_name.items():
         rows += _list_step_rows(points, n_curves, name=name)
-    return Chart(title, rows, {"height": CURVES_HEIGHT, **_make_lines([*curves], y_title, rows)})
+    spec = _make_lines([*points_by_name], y_title, rows)
+    return Chart(title, rows, {"height": CURVES_HEIGHT, **spec})
 
 
 def make_loss_chart(title: str, losses_by_run: Mapping[str, Mapping[str, StepValues]]) -> Chart:
@@ -49,11 +50,11 @@ def make_loss_chart(title: str, losses_by_run: Mapping[str, Mapping[str, StepVal
     `validation`. A run may have none of them.
     """
     n_curves = 0
-    for by_series in losses_by_run.values():
-        n_curves += sum(map(bool, by_series.values()))
+    for points_by_series in losses_by_run.values():
+        n_curves += sum(map(bool, points_by_series.values()))
     rows = []
-    for name, by_series in losses_by_run.items():
-        for series, points in by_series.items():
+    for name, points_by_series in losses_by_run.items():
+        for series, points in points_by_series.items():
             rows += _list_step_rows(points, n_curves, name=name, series=series)
     spec = _make_lines([*losses_by_run], "loss", rows)
     spec["encoding"] |= read_template("loss")
@@ -67,10 +68,11 @@ def make_loss_chart(title: str, losses_by_run: Mapping[str, Mapping[str, StepVal
 
 
 def _list_step_rows(points: StepValues, n_curves: int, **columns: str) -> list[ChartRow]:
-    """List the rows of one curve over steps. There is a row per point, and each has `columns`.
+    """List the rows of one curve over steps.
 
-    A long curve keeps only every n-th point and its last point. The more curves the chart has, the
-    fewer points each curve keeps. `n_curves` counts the curves with points.
+    A row has one point of the curve. `columns` are further values, which all rows get, such as the
+    name of the run. A long curve keeps only every n-th point and its last point. The more curves the
+    chart has, the fewer points each curve keeps. `n_curves` counts only the curves with points.
     """
     if not points:
         return []
@@ -149,9 +151,10 @@ def _list_scaling_rows(name: str, curve: ScalingCurve) -> list[ChartRow]:
                 "high": to_five_digits(point.mean + sd),
             }
         )
+
+    # sizes with equal ratios are at equal distances on a logarithmic axis
     law = curve.law
     sizes = [point.size for point in curve.points]
-    # points at equal ratios are at equal distances on the logarithmic axis
     if isinstance(law, Law) and min(sizes) > 0:
         for size in np.geomspace(min(sizes), max(sizes), LAW_POINTS).tolist():
             value = law.floor + law.factor * size**-law.exponent

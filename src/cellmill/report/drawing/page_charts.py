@@ -21,7 +21,8 @@ from cellmill.report.drawing.umap import draw_umap_svg
 # A page with more runs than this is large. It stores its details compressed, for the script to
 # insert, and draws coarser bitmaps.
 MAX_RUNS_OF_SMALL_PAGE = 20
-# In the static picture of a chart of curves with more points than this, the curves have no dots.
+# In a static picture, curves over steps have no dots if all of them together have more points than
+# this.
 MAX_STATIC_POINTS = 200
 WIDTH = 500  # width of a static picture in pixels; a live chart has the width of its card
 DECIMALS = 2  # decimals of the coordinates of a UMAP's cells, in pixels
@@ -50,10 +51,10 @@ class PageCharts:
         self.deferred: list[str] = []  # HTML of the details; empty on a small page
 
     def defer(self, caller: Callable[[], Markup]) -> Markup:
-        """Return the HTML of details that `caller` renders. A template calls
-        `{% call page_charts.defer() %}`.
+        """Return the HTML of details. On a large page, return a placeholder for the details.
 
-        On a large page, return a placeholder. The page's script replaces it with the details.
+        A template surrounds details with `{% call page_charts.defer() %}`. `caller` then renders
+        them. The page's script replaces a placeholder with its details.
         """
         if not self.is_large:
             return caller()
@@ -123,8 +124,8 @@ class PageCharts:
     def _make_files(self, taken_stems: set[str]) -> dict[str, str]:
         """Make the text of the SVG and the CSV of each chart, by file name.
 
-        `taken_stems` are the names of other files in the folder, without suffixes. A chart of such a
-        name gets underscores behind its name.
+        `taken_stems` are the names of other files in the folder, without suffixes. A file name that
+        is taken gets an underscore at its end.
         """
         text_by_name = {}
         for number, (chart, svg) in enumerate(self.charts, start=1):
@@ -154,7 +155,7 @@ class PageCharts:
                     "canvas": chart.is_umap,
                     "spec": chart.full_spec,
                     "columns": chart.columns,
-                    "textsByCode": chart.texts_by_code,
+                    "textsByCode": chart.texts_by_column,
                 }
             )
         text = json.dumps(
@@ -167,10 +168,10 @@ class PageCharts:
 
 
 def _to_csv_cell(value: Any) -> str:
-    """The value as a cell of a CSV file. A text that a spreadsheet would evaluate gets an apostrophe.
+    """The value as a cell of a CSV file.
 
-    The csv module is not used: in Python 3.11, it leaves a carriage return unquoted, which would end
-    the row.
+    A text that a spreadsheet would evaluate gets an apostrophe before it. The csv module is not used
+    here. In Python 3.11, it does not quote a carriage return, which then ends the row.
     """
     text = "" if value is None else str(value)
     if isinstance(value, str) and value.startswith(FORMULA_STARTS):

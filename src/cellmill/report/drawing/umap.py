@@ -19,16 +19,16 @@ from cellmill.report.drawing.chart import Chart, ChartRow, Spec, choose_colour, 
 from cellmill.report.drawing.svg import drop_selections, minify
 
 LIGHT_GREY = "#9aa0a6"  # colour of cells without a label or batch
-# Numbers of cells that are drawn.
-MAX_CELLS = 4_000  # at most in a UMAP; more would slow the page and show nothing new
-MAX_PAGE_CELLS = 60_000  # at most in all UMAPs by label of a page together
-MIN_CELLS = 500  # a UMAP by label may always have this many cells, even beyond MAX_PAGE_CELLS
-# at most in a UMAP by batch; it shows cells of the UMAP by label again, in other colours
+# More cells than this would slow the page and show nothing new.
+MAX_CELLS = 4_000  # a UMAP shows at most this many cells
+MAX_PAGE_CELLS = 60_000  # all UMAPs by label of a page together show at most this many cells
+MIN_CELLS = 500  # a UMAP by label may always show this many cells, even beyond MAX_PAGE_CELLS
+# A UMAP by batch shows at most this many cells. The UMAP by label shows the same cells and more.
 MAX_CELLS_BY_BATCH = 1_500
-# Areas of cells in square pixels.
-TOTAL_CELL_AREA = 30_000  # all cells of a UMAP together, within the next two limits
-MIN_CELL_AREA = 14  # at least for one cell
-MAX_CELL_AREA = 60  # at most for one cell
+# Areas are in square pixels.
+TOTAL_CELL_AREA = 30_000  # the cells of a UMAP share this area, within the next two limits
+MIN_CELL_AREA = 14  # a cell has at least this area
+MAX_CELL_AREA = 60  # a cell has at most this area
 BACKGROUND = re.compile(r'<path d="M0,0h(\d+)v(\d+)h-\d+Z"/>')
 """Background of a picture's plot, with the width and height of the plot in pixels."""
 
@@ -47,7 +47,7 @@ def list_categories(cells: UmapCells, column: str = "label") -> list[str]:
 
     `column` is label or batch. Unknown labels or batches are left out.
     """
-    counts = Counter(cells.texts[column])
+    counts = Counter(cells.texts_by_column[column])
     del counts[""]
     return sorted(counts, key=lambda text: (-counts[text], text))
 
@@ -82,7 +82,7 @@ def make_umap_chart(
                 "x": round(cells.x[index], 2),
                 "y": round(cells.y[index], 2),
                 # a cell without a category has code -1, the last name and colour of the legend
-                column: code_by_category.get(cells.texts[column][index], -1),
+                column: code_by_category.get(cells.texts_by_column[column][index], -1),
                 "held_out": cells.is_held_out[index],
             }
         )
@@ -111,7 +111,7 @@ def make_umap_chart(
     if not has_absent:
         spec["encoding"]["color"]["legend"]["values"] = categories
     spec["encoding"]["tooltip"][0]["title"] = column
-    return Chart(title, rows, spec, is_umap=True, texts_by_code={column: [*categories, ""]})
+    return Chart(title, rows, spec, is_umap=True, texts_by_column={column: [*categories, ""]})
 
 
 def draw_umap_svg(spec: Spec, rows: Sequence[ChartRow], decimals: int) -> str:
@@ -162,7 +162,6 @@ def _to_pixels(values: Sequence[float], begin: float, end: float) -> np.ndarray:
     The lowest value is at `begin`, and the highest value is at `end`.
     """
     array = np.array(values, np.float64)
-    fraction = (array - array.min()) / (
-        np.ptp(array) or 1
-    )  # 0 for the lowest value, 1 for the highest
+    # position between the lowest value (0) and the highest value (1)
+    fraction = (array - array.min()) / (np.ptp(array) or 1)
     return begin + fraction * (end - begin)

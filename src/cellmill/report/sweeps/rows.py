@@ -50,7 +50,7 @@ class SweepRow:
     measure: Measure
     kind: str  # kind of the method; `model` for a figure and for LOSS
     value: float
-    sd: float | None = None  # standard deviation over repetitions; None if there was only one
+    sd: float | None = None  # standard deviation over repetitions; None if fewer than two
     is_best_baseline: bool = False  # True for the best baseline in the run's task
     # equal for runs that learn the same from the same data (`_make_training_key`)
     training_key: str = ""
@@ -127,13 +127,13 @@ def _list_task_rows(
     """
     best_baseline = None
     if result.metric is None:
-        values_by_row = [(row, list_row_values(row)) for row in result.rows]
+        rows_with_values = [(row, list_row_values(row)) for row in result.rows]
     else:
         best_baseline = result.best_baseline(result.metric)
-        values_by_row = [
+        rows_with_values = [
             (row, {result.metric: result.rank_value(row)}) for row in result.ranked_rows
         ]
-    for row, values in values_by_row:
+    for row, values in rows_with_values:
         for metric, value in values.items():
             yield SweepRow(
                 run_values,

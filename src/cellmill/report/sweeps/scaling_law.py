@@ -23,9 +23,9 @@ BOOTSTRAPS = 200  # number of draws of runs with replacement
 INTERVAL_QUANTILES = (0.025, 0.975)  # ends of a 95 % interval
 # Bounds of a fit.
 MAX_EXPONENT = 3.0  # larger exponents would fit noise
-MAX_ABS_LOG = 50.0  # bound of the logarithms of factor and floor; e ** 50 is beyond any of them
-# The exponent is undetermined if its interval reaches one of these, which are close to the bounds of
-# a fit, 0 and MAX_EXPONENT.
+MAX_ABS_LOG = 50.0  # logarithms of factor and floor are at most this far from 0
+# The exponent is not determined if its interval reaches one of these two values. They are close to
+# the bounds of a fit, 0 and MAX_EXPONENT.
 MIN_DETERMINED = 0.01
 MAX_DETERMINED = 0.99 * MAX_EXPONENT
 MIN_LOSS_RANGE = 1e-9  # keeps the logarithm of the range of losses finite if all losses are equal
@@ -56,7 +56,10 @@ class NoLaw:
 
 
 def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
-    """Fit a power law to `losses` over `sizes`, both (runs,). Return the reason if they support none."""
+    """Fit a power law to `losses` over `sizes`, both (runs,).
+
+    Return NoLaw with a reason if the losses support no power law.
+    """
     size = np.asarray(sizes, np.float64)
     loss = np.asarray(losses, np.float64)
     n_sizes = len(np.unique(size))
@@ -67,7 +70,7 @@ def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
 
     # Fit over sizes divided by their geometric mean. The factor is then the height of the power
     # above the floor in the middle of the data. Over undivided sizes, the factor would be the height
-    # at size 1, far from the data. A small change of the exponent would then change it much.
+    # at size 1, far from the data, and would change much with a small change of the exponent.
     scale = float(np.exp(np.log(size).mean()))
     relative_size = size / scale
     fitted = _fit(relative_size, loss, _list_initial_values(loss))
@@ -122,9 +125,9 @@ def _fit(size: np.ndarray, loss: np.ndarray, initial_values: Sequence[np.ndarray
     log_size = np.log(size)
     log_loss = np.log(loss)
     bounds = [
-        (-MAX_ABS_LOG, MAX_ABS_LOG),
-        (-MAX_ABS_LOG, float(log_loss.min())),
-        (0.0, MAX_EXPONENT),
+        (-MAX_ABS_LOG, MAX_ABS_LOG),  # of the log factor
+        (-MAX_ABS_LOG, float(log_loss.min())),  # of the log floor, which is below all losses
+        (0.0, MAX_EXPONENT),  # of the exponent
     ]
     fits = []
     for parameters in initial_values:
@@ -163,12 +166,15 @@ def _compute_huber_loss(
     quadratic = residual**2 / (2 * HUBER_DELTA)
     huber = np.where(distance <= HUBER_DELTA, quadratic, distance - HUBER_DELTA / 2).sum()
 
-    # gradient by the chain rule: of the loss by each residual, times the residual by each parameter
-    slope = np.clip(residual / HUBER_DELTA, -1, 1)  # (runs,), loss by residual
-    power_frac = np.exp(log_power - predicted)  # (runs,), part of the prediction above the floor
+    # The gradient follows from the chain rule: the derivative of the loss by each residual, times
+    # the derivative of the residual by each parameter, summed over runs.
+    slope = np.clip(residual / HUBER_DELTA, -1, 1)  # (runs,), derivative of the loss by residual
+    power_frac = np.exp(
+        log_power - predicted
+    )  # (runs,), fraction of the prediction above the floor
     gradient = [
-        slope @ power_frac,
-        slope @ (1 - power_frac),
-        -(slope * power_frac) @ log_size,
+        slope @ power_frac,  # by the log factor
+        slope @ (1 - power_frac),  # by the log floor
+        -(slope * power_frac) @ log_size,  # by the exponent
     ]
     return float(huber), np.array(gradient)

@@ -3,7 +3,7 @@
 Four steps lead from the rows of results.csv to the curves:
 
 1. A *measure* says what a value measures, such as the accuracy of one method in one task. A run has
-   one value of each measure.
+   at most one value of each measure.
 2. An *axis* is an option that the sweep varies. The *size column* of an axis is the column of
    results.csv with the x values. It is `cells` for the fraction of the corpus. It is `parameters`
    for an option that changes only the size of the model. For other options it is the axis itself.
@@ -27,8 +27,8 @@ from cellmill.report.sweeps.rows import LOSS, Measure, SweepRow, TableColumn
 from cellmill.report.sweeps.scaling_law import Law, NoLaw, fit_law
 from cellmill.report.text import to_words
 
-SEED = "train.seed"
-TRAIN_FRAC = "stream.train_frac"
+SEED = "train.seed"  # option of the seed, over which curves are averaged
+TRAIN_FRAC = "stream.train_frac"  # option of the fraction of the corpus that trains
 LAW_COLUMNS = ("cells", "parameters", TRAIN_FRAC, "train.steps", "train.epochs")
 """Size columns that are amounts of data, model or training.
 
@@ -38,6 +38,7 @@ Over other numbers, such as learning rates, a power law has no meaning.
 Key = TypeVar("Key", bound=Hashable)
 """Key by which rows are grouped."""
 RowsByMeasure = dict[Measure, list[SweepRow]]
+"""Rows of all runs by what they measure."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _find_best_measures(rows_by_measure: RowsByMeasure) -> dict[TableColumn, Mea
     for measure, rows in rows_by_measure.items():
         sign = -1 if rows[0].lower_is_better else 1
         signed_mean_by_measure[measure] = sign * float(np.mean(_list_values(rows)))
-    # the first measure of a column is the best one
+    # with the best first, the first measure of a column is its best
     best_by_column: dict[TableColumn, Measure] = {}
     best_first = sorted(
         signed_mean_by_measure, key=signed_mean_by_measure.__getitem__, reverse=True
@@ -224,13 +225,13 @@ def _choose_size_column(
         return None
     if axis == TRAIN_FRAC and all(row.run_values["cells"] is not None for row in rows):
         return "cells"
-    if _is_axis_of_sizes(rows, axis, other_axes):
+    if _changes_only_size(rows, axis, other_axes):
         return "parameters"
     types = {type(row.run_values[axis]) for row in rows}
     return axis if types <= {int, float} else None
 
 
-def _is_axis_of_sizes(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]) -> bool:
+def _changes_only_size(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[str]) -> bool:
     """True if the axis changes the size of the model, and nothing else.
 
     The runs are compared in groups that have the same values on `other_axes`. In each group, every
@@ -242,8 +243,8 @@ def _is_axis_of_sizes(rows: Sequence[SweepRow], axis: str, other_axes: Sequence[
         pairs = {(str(row.run_values[axis]), row.run_values["parameters"]) for row in group}
         axis_values = {axis_value for axis_value, _ in pairs}
         parameter_counts = {n_parameters for _, n_parameters in pairs}
-        # the sets are equally large if each value has one number of parameters, and each number one
-        # value
+        # The sets are equally large if each value of the axis has one number of parameters, and each
+        # number of parameters has one value of the axis.
         is_one_to_one = len(pairs) == len(axis_values) == len(parameter_counts)
         if None in parameter_counts or not is_one_to_one:
             return False
