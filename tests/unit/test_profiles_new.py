@@ -288,9 +288,7 @@ def test_the_account_is_accepted_by_the_partition(
     assert wanted[2] in text
 
 
-def test_accounts_of_another_cluster_of_the_database_do_not_count(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_accounts_of_another_cluster_do_not_count(cluster: Cluster, tmp_path: Path) -> None:
     cluster(site("gpu:h100:4"), accounts="lab||normal\n")
     answers = {"clusters=north": "lab||normal\n", "show assoc": "lab||normal\nother||normal\n"}
     command(tmp_path / "bin/sacctmgr", answers | {"show user": "", "show qos": "normal|\n"})
