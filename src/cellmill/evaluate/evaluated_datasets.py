@@ -1,4 +1,4 @@
-"""Datasets under evaluation: their files, and what an open dataset has."""
+"""Datasets under evaluation: their files, and the contents of an open dataset."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,17 +21,17 @@ class DatasetFiles:
 
     cells: Path
     embedding: Path
-    labels: list[str]  # obs columns
-    external: Sequence[Path] = ()  # embeddings by models of other packages
+    labels: list[str]  # obs columns of labels
+    external: Sequence[Path] = ()  # files of embeddings by models of other packages
 
 
 def is_label(role: str) -> bool:
-    """True for `label`, `label 2` and so on."""
+    """True for the roles of labels: `label`, `label 2`, and so on."""
     return role.partition(" ")[0] == "label"
 
 
 class OpenDataset(NamedTuple):
-    """A dataset whose file is open; the fields are those that `task.Context` describes."""
+    """A dataset with an open file. `task.Context` describes the fields, which it has too."""
 
     reader: CountsReader
     vectors: np.ndarray
@@ -40,19 +40,18 @@ class OpenDataset(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluatedDatasets:
-    """Datasets by name. Embeddings must come from the model with weights `digest` and be `width`
-    wide.
-    """
+    """Datasets by name. Their embeddings must come from the evaluated model."""
 
-    files: Mapping[str, DatasetFiles]
-    digest: str
-    width: int
+    files: Mapping[str, DatasetFiles]  # by name of the dataset
+    digest: str  # SHA-256 of the model's weights
+    width: int  # width of the model's vectors
 
     @contextmanager
     def open(self, name: str) -> Iterator[OpenDataset]:
-        """Open the dataset `name`. Raises DataError for a damaged file.
+        """Open the dataset `name`.
 
-        Its roles are the labels, and the columns of preprocessed cells that are named like a role.
+        The roles of a dataset are its label columns, and each obs column that stage preprocess has named
+        after a role. Raises DataError for a damaged file, or for an embedding by another model.
         """
         files = self.files[name]
         with open_dataset(files.cells) as reader:

@@ -1,4 +1,4 @@
-"""The exported model under evaluation, with its training corpus."""
+"""The exported model under evaluation, together with its training corpus."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,73 +24,83 @@ from cellmill.models.family import Model
 from cellmill.models.objective import GeneStatistics
 from cellmill.parallel.materialize import materialize, to_empty
 
-PCA_CELLS = 10_000  # training cells that principal components are fitted on, at most
+PCA_CELLS = 10_000  # principal components are fitted on at most this many training cells
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The exported model, and what is computed from it and its training shards when first read."""
+    """The exported model, and values that are computed from the model and its training shards.
 
-    network: Model  # in eval mode, on its device
-    config: dict[str, Any]  # its config.json
+    Each such value is computed when it is first read.
+    """
+
+    network: Model  # in eval mode, on a GPU if there is one
+    config: dict[str, Any]  # content of config.json
     vocabulary: Vocabulary
     tokens: Tokens
-    manifest: Manifest  # manifest of its training corpus
+    manifest: Manifest  # of the training corpus
     seed: int
-    ridge: GeneRidge | None = None  # predicts hidden genes together with the decoder
+    ridge: GeneRidge | None = (
+        None  # regression that predicts hidden genes together with the decoder
+    )
 
     @property
     def supervised_by(self) -> list[str]:
-        """obs columns whose labels the model, or the model that it started from, was trained with."""
+        """obs columns of labels that the model was trained with, in alphabetical order.
+
+        They include the columns of the model that this model started from.
+        """
         return sorted(
             {*self.network.objective.config.supervised_by, *self.config.get("supervised_by", [])}
         )
 
     @property
     def supervision_note(self) -> str | None:
-        """Note on all labels that the model was trained with."""
+        """Note that names all label columns that the model was trained with; None if there are none."""
         columns = self.supervised_by
         return f"supervised by {', '.join(columns)}" if columns else None
 
     @cached_property
     def untrained(self) -> Model:
-        """The same architecture with initial weights of `seed`, in eval mode, on the same device."""
+        """A model of the same architecture with the initial weights of `seed`, on the same device."""
         model = to_empty(build(spec_of(self.config, self.vocabulary.n_genes)), "cpu")
         device = next(self.network.parameters()).device
         materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
         return model.eval()
 
     def is_training_cell(self, dataset: str, cells: pd.Index) -> np.ndarray:
-        """(cells,) bool: True for the obs names in `cells` that a training shard has for `dataset`."""
-        names = {
+        """Mark the obs names in `cells` that a training shard has for `dataset`, (cells,) bool."""
+        training_names = {
             name
             for dataset_of_cell, name in read_cell_names(self.manifest, ["train"])
             if dataset_of_cell == dataset
         }
-        return np.asarray(cells.isin([*names]))
+        return np.asarray(cells.isin([*training_names]))
 
     @cached_property
     def gene_statistics(self) -> GeneStatistics:
-        """Statistics of the genes of training cells, for the baselines of the network's objective."""
+        """Statistics of the genes in training cells, from which the objective makes its baselines."""
         return read_gene_statistics(self.manifest, self.network.objective, self.seed)
 
     @cached_property
     def components(self) -> PrincipalComponents:
-        """Principal components of log-normalised training cells, which several tasks compare with."""
+        """Principal components fitted on log-normalised training cells; a baseline of several tasks."""
         profiles = self.training_profiles()
         return pca(profiles.shape).fit(profiles)
 
     def training_profiles(self) -> sp.csr_matrix:
-        """Log-normalised training cells, at most PCA_CELLS, `(cells, genes)` float32; read again at
-        each call.
+        """Read at most PCA_CELLS training cells, log-normalised, `(cells, genes)` float32.
+
+        Each call reads the shards again.
         """
         counts = read_counts(self.manifest, PCA_CELLS)
         return log_normalise(gene_counts(counts, self.manifest.ordered))
 
 
 def load_evaluated(model: Path, manifest: Manifest, seed: int) -> EvaluatedModel:
-    """The exported model in the folder `model`. Raises DataError if the shards of `manifest` have
-    another vocabulary.
+    """Read the exported model in the folder `model`.
+
+    Raises DataError if the shards of `manifest` have another vocabulary than the model.
     """
     network, vocabulary, tokens, config = load_for_inference(model)
     digest = manifest.vocabulary["digest"]

@@ -1,10 +1,12 @@
-"""Results of finished tasks, kept in folder `finished` next to metrics.json.
+"""Results of finished tasks, which are kept in folder `finished` next to metrics.json.
 
-After a kill, a failed task or a changed option of a task, only the tasks without a result run again.
-The name of a file is the SHA-256 of everything that its result depends on. The folder also has
-seconds.json (`seconds/planned.py`), and a metrics.json, written even when a gate fails.
-This copy is not an output of the workflow, because Snakemake deletes outputs before it runs a rule
-again.
+An evaluation may run again after a kill, a failed task, or a changed option of a task. Then only the
+tasks without a kept result run. The name of a result's file is the SHA-256 of everything that the result
+depends on.
+
+The folder also has seconds.json, which `seconds/planned.py` describes. And it has a copy of metrics.json,
+which is written even if a gate fails. The copy is not an output of the workflow: Snakemake deletes the
+outputs of a rule before it runs the rule again.
 """
 
 import hashlib
@@ -26,19 +28,20 @@ from cellmill.files import digest, read_json, sha256_file
 from cellmill.runs import results
 from cellmill.runs.results import TaskResult
 
-# options that change no result of a task: which tasks and datasets there are, and what is demanded
+# Options of section `evaluate` that no task reads: which tasks and datasets there are, and the gates. A
+# task has its own options besides.
 NOT_READ = {"tasks", "datasets", "gate"}
 _task_result_adapter = TypeAdapter(TaskResult)
 
 
 class FinishedTasks:
-    """The folder of results that are complete, for some datasets."""
+    """The folder of kept results of an evaluation."""
 
     def __init__(self, folder: Path, datasets: EvaluatedDatasets) -> None:
         self._folder = folder
         self.metrics_path = folder / "metrics.json"
         self.ratios = LearnedRatios(folder / "seconds.json")
-        # of every dataset, because a task may read several: files, and names of label columns
+        # digests of the files of each dataset, and its label columns; a task may read several datasets
         self._datasets: dict[str, list[str]] = {}
         for name, dataset in datasets.files.items():
             paths = [dataset.cells, dataset.embedding, *dataset.external]
@@ -48,9 +51,10 @@ class FinishedTasks:
         self._weights = datasets.digest
 
     def path(self, name: str, task: Task, context: Context, left_out: Sequence[str] | None) -> Path:
-        """File of the result of `task`, which is called `name` in `evaluate.tasks`.
+        """Return the path of the result of `task` on the dataset of `context`.
 
-        `left_out` is what effort fast leaves out; the options of `context` are those that it leaves.
+        `name` is the name of the task in `evaluate.tasks`. `left_out` names what effort fast leaves out of
+        the task, and None stands for effort full. The options in `context` are already reduced.
         """
         config = context.options.tasks[name]
         model = context.model
@@ -68,43 +72,44 @@ class FinishedTasks:
         }
         if depends_on_dataset(task):
             columns = {role: str(column.name) for role, column in context.roles.items()}
-            # which cells are held out depends on the corpora of the model's ancestors too
+            # the held-out cells depend on the corpora of the model and of its ancestors
             scored = hashlib.sha256(context.scored.tobytes()).hexdigest()
-            models = [*context.external]  # names of other models
+            models = [*context.external]  # names of the models of other packages
             dependencies["cells"] = [context.dataset, columns, scored, self._datasets, models]
         return self._folder / f"{digest(dependencies)}.task.json"
 
     @staticmethod
     def read(path: Path) -> TaskResult | None:
-        """The result in a file; None if it is missing or damaged."""
+        """Read the result in a file; None if the file is missing or damaged."""
         if not path.exists():
             return None
         try:
             result = _task_result_adapter.validate_python(read_json(path))
         except (DataError, ValidationError):
-            return None  # computed again
-        # every task writes its seconds; an empty object is valid otherwise
+            return None  # the task runs again
+        # An empty JSON object would be a valid result. But every finished task has written its seconds.
         return result if "seconds" in result.figures else None
 
 
 def _list_packages(task: Task, context: Context) -> list[str]:
-    """Names of cellmill and of the packages with the task, parts of the model and classifiers."""
+    """Names of the packages that a result depends on: cellmill, and packages with parts that are used.
+
+    Such parts are the task, the model with its tokenizer and objectives, and the classifiers.
+    """
     model = context.model
     objectives = [part.load() for part in model.network.objective.config.all_parts()]
     parts = [type(task), type(model.network), model.tokens.load(), *objectives]
     classifiers = [load("classifier", name) for name in context.options.classifiers]
     modules = [part.__module__ for part in (*parts, *classifiers)]
     packages = {module.partition(".")[0] for module in modules}
-    # a classifier may be an object of another library than the package that names it
+    # a package may declare a classifier that is an object of another library: both packages count
     packages |= {*declaring_packages("classifier", context.options.classifiers)}
     return sorted(packages | {"cellmill"})
 
 
 @cache
 def _digest_files(package: str) -> str:
-    """SHA-256 of the files of an imported package, such as sources and gene tables; results depend on
-    them.
-    """
+    """SHA-256 of all files of an imported package: its source files, and others such as gene tables."""
     module = sys.modules[package]
     folders = getattr(module, "__path__", [])
     found = sorted(chain.from_iterable(Path(folder).rglob("*") for folder in folders))

@@ -1,4 +1,4 @@
-"""Labelled cells of a dataset under evaluation."""
+"""Choice of the labelled cells that a task uses."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,24 +13,28 @@ from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.inference.label_counts import count_by_label
 from cellmill.evaluate.task import Context, Skipped
 
-# all-genes regression over more takes hours and moves accuracy by less than 0.01
+# A task uses at most this many labelled cells. With more cells, the regression on all genes takes hours,
+# and accuracies change by less than 0.01.
 MAX_LABELLED_CELLS = 10_000
 
 
 @dataclass(frozen=True)
 class LabelledCells:
-    """Labelled cells that a task uses, and the numbers of other cells, named as in metrics.json."""
+    """Labelled cells that a task uses, and the numbers of other cells.
 
-    cells: np.ndarray  # indices of the cells, ascending; int64
-    labels: np.ndarray  # class of each; text
-    classes: dict[str, int]  # cells of each class used, the largest first
-    dropped_classes: dict[str, int]  # drawn cells of each class that has too few of them
+    Numbers have the names that they have in metrics.json.
+    """
+
+    cells: np.ndarray  # (cells,) int64: indices, ascending
+    labels: np.ndarray  # (cells,) text: class of each cell
+    classes: dict[str, int]  # number of cells of each used class, the largest class first
+    dropped_classes: dict[str, int]  # number of drawn cells of each class with too few cells
     n_unlabelled: int  # cells without a label
     n_left_out: int  # labelled cells that were not drawn
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Numbers of cells and their classes, for metrics.json."""
+        """Numbers of cells and classes, for metrics.json."""
         return {
             "n_cells": len(self.cells),
             "classes": self.classes,
@@ -48,11 +52,13 @@ def labelled_cells(
     max_cells: int = MAX_LABELLED_CELLS,
     reason: str = "",
 ) -> LabelledCells:
-    """Scored cells that `choose_cells` chooses.
+    """Choose the labelled cells of a task among the scored cells of a dataset, with `choose_cells`.
 
-    `option` sets `min_cells`, and is named in messages. `reason` says how, if `min_cells` is not its
-    value. Raises Skipped for fewer than two classes with `min_cells` cells, and DataError for a column
-    of one class.
+    `task` is the name of the task in messages. `option` is the name of the option that `min_cells` comes
+    from. If `min_cells` is not the value of that option, `reason` says how it follows from the option.
+
+    Raises Skipped if fewer than two classes have `min_cells` cells. Raises DataError if the label column
+    has a single class.
     """
     if "label" not in context.roles:
         raise Skipped("the dataset has no label column")
@@ -67,8 +73,8 @@ def labelled_cells(
         )
     scored = np.flatnonzero(context.scored)
     chosen = choose_cells(column.iloc[scored], min_cells, context.options.seed, max_cells)
-    n = len(chosen.classes)
-    if n < 2:
+    n_classes = len(chosen.classes)
+    if n_classes < 2:
         counted = "scored cells"
         remedy = f"lower {option}"
         if chosen.n_left_out:
@@ -77,7 +83,7 @@ def labelled_cells(
             remedy = f"raise shard.test_frac or {remedy}"
         raise Skipped(
             f"expected at least two classes of {column.name} with {min_cells} or more {counted} each "
-            f"({reason or option}), got {n}; {remedy}",
+            f"({reason or option}), got {n_classes}; {remedy}",
             chosen.figures,
         )
     return replace(chosen, cells=scored[chosen.cells])
@@ -86,13 +92,14 @@ def labelled_cells(
 def choose_cells(
     labels: pd.Series, min_cells: int, seed: int, max_cells: int = MAX_LABELLED_CELLS
 ) -> LabelledCells:
-    """Draw at most `max_cells` labelled cells, then keep the classes with at least `min_cells` of them.
+    """Draw at most `max_cells` labelled cells, then drop classes with fewer than `min_cells` drawn cells.
 
-    The draw is seeded. Cells are indices of `labels`, `(n,)`.
+    `labels` has a value for each cell, NaN for none. The result has indices of `labels`. The draw depends
+    on `seed` only.
     """
     text = text_values(labels)
-    missing = labels.isna().to_numpy()
-    labelled = np.flatnonzero(~missing)
+    is_missing = labels.isna().to_numpy()
+    labelled = np.flatnonzero(~is_missing)
     drawn = draw_cells(labelled, max_cells, seed, draws.LABELLED_CELLS)
     counts = count_by_label(text[drawn])
     kept = np.array([cell for cell in drawn if counts[text[cell]] >= min_cells], dtype=np.int64)
@@ -101,6 +108,6 @@ def choose_cells(
         labels=text[kept].astype(str),
         classes={name: n for name, n in counts.items() if n >= min_cells},
         dropped_classes={name: n for name, n in counts.items() if n < min_cells},
-        n_unlabelled=int(missing.sum()),
+        n_unlabelled=int(is_missing.sum()),
         n_left_out=len(labelled) - len(drawn),
     )

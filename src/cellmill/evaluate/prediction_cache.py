@@ -1,8 +1,9 @@
-"""Cache of baseline predictions, principal components and clusters, shared by all evaluations of a dataset.
+"""Cache of baseline predictions, principal components and clusters of a dataset.
 
-A prediction is keyed by a SHA-256 of its classifier, the features and labels of the fitted cells, the
-features of the tested cells, and `describe_algorithms`. Whoever changes an algorithm without changing
-a constant must delete the caches. Each dataset has one .npz file; its arrays are never pickled.
+All evaluations of a dataset share one cache, a .npz file of arrays that are never pickled. The key of a
+prediction is a SHA-256. It covers the classifier, the features and labels of the fitted cells, the
+features of the tested cells, and `describe_algorithms`. If you change an algorithm without changing one
+of its constants, delete the caches.
 """
 
 import warnings
@@ -26,11 +27,16 @@ from cellmill.files import atomic_path
 
 ALGORITHMS = (components, neighbors, products, dual, logistic, newton)
 VERSIONS = f"scikit-learn {sklearn.__version__}, NumPy {np.__version__}, SciPy {scipy.__version__}"
-MAX_BYTES = 2**20  # largest array of features that is kept: each evaluation reads the whole file
+# Features of at most this many bytes are kept. Larger ones would slow down every evaluation, because an
+# evaluation reads the whole file.
+MAX_BYTES = 2**20
 
 
 def describe_algorithms() -> str:
-    """Part of each key: versions of packages, and all numbers that are constants of ALGORITHMS."""
+    """Describe the algorithms as a part of each key.
+
+    The text has the versions of packages, and all constants of the modules ALGORITHMS that are numbers.
+    """
     constants = [
         f"{module.__name__}.{name}={value!r}"
         for module in ALGORITHMS
@@ -41,12 +47,12 @@ def describe_algorithms() -> str:
 
 
 class KnownPredictions(dict[str, np.ndarray]):
-    """Predictions by key, which count how often those of earlier evaluations are read."""
+    """Predictions by key. Reads of predictions by earlier evaluations are counted."""
 
     def __init__(self, stored: Mapping[str, np.ndarray]) -> None:
         super().__init__(stored)
-        self.stored_keys = frozenset(stored)  # of earlier evaluations
-        self.n_stored_reads = 0
+        self.stored_keys = frozenset(stored)  # keys of predictions by earlier evaluations
+        self.n_stored_reads = 0  # how often such a prediction was read
 
     def __getitem__(self, key: str) -> np.ndarray:
         self.n_stored_reads += key in self.stored_keys
@@ -54,23 +60,25 @@ class KnownPredictions(dict[str, np.ndarray]):
 
 
 class PredictionCache:
-    """Known predictions by key. `save` writes them to the .npz file `file`; without one, they last only
-    as long as this process.
+    """Known predictions by key.
+
+    `save` writes the predictions to the .npz file `file`. Without a file, they last as long as this process.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
         self.predictions = KnownPredictions(_read(file))
-        # from features that no other run has, or by classifiers of other packages
+        # These predictions are not saved. Their features are those of one model, which no other evaluation
+        # has, or their classifier comes from another package.
         self.unsaved_predictions: dict[str, np.ndarray] = {}
 
     def get_or_compute(
         self, about: str, values: Any, compute: Callable[[], np.ndarray]
     ) -> np.ndarray:
-        """Result of `compute`, which is called unless its result is known.
+        """Return the known result of `compute`, or call `compute`.
 
-        The key is made from `values`, dense or sparse, and the text `about`, which must say all else that
-        the result depends on. A new result is kept if it has at most MAX_BYTES.
+        The key of the result is made from `values`, dense or sparse, and from the text `about`. The text
+        must say everything else that the result depends on. A new result of at most MAX_BYTES is kept.
         """
         key = digest_arrays(f"{about} of {describe_algorithms()}", values)
         result = self.predictions[key] if key in self.predictions else compute()
@@ -81,7 +89,7 @@ class PredictionCache:
     def save(self) -> None:
         """Write the file again if there are new predictions.
 
-        If two evaluations save at the same time, one may lose its new predictions.
+        If two evaluations save at the same time, the new predictions of one evaluation may be lost.
         """
         if self.file is not None and self.predictions.keys() > self.predictions.stored_keys:
             arrays: dict[str, Any] = _read(self.file) | self.predictions
@@ -90,10 +98,10 @@ class PredictionCache:
 
 
 class CachedClassifiers:
-    """Classifiers by name, each fitted on `features`, `(cells, width)`, and `labels`, `(cells,)`, when
-    it is first asked for a prediction that is not known.
+    """Classifiers by name, which are fitted only for predictions that are not known yet.
 
-    `known` has the predictions by key of each classifier; new ones are added to it.
+    A classifier is fitted on `features`, `(cells, width)`, and `labels`, `(cells,)`. `known` has the known
+    predictions of each classifier, by key. New predictions are added to `known`.
     """
 
     def __init__(
@@ -110,7 +118,7 @@ class CachedClassifiers:
         self._digest = digest_arrays(describe_algorithms(), features, self._classes, class_of_cell)
 
     def keys(self, features: Any) -> dict[str, str]:
-        """Key of the predictions of every classifier on `features`."""
+        """Return the key of each classifier's predictions on `features`, by the name of the classifier."""
         digest = digest_arrays(self._digest, features)
         return {
             name: digest_arrays(f"{name}: {classifier!r} on {digest}")
@@ -118,7 +126,7 @@ class CachedClassifiers:
         }
 
     def predict(self, features: Any) -> dict[str, np.ndarray]:
-        """Predicted classes, text `(cells,)`, by every classifier."""
+        """Predict the classes of the cells with `features`, `(cells,)` text, by each classifier."""
         predicted = {}
         for name, key in self.keys(features).items():
             known = self._known[name]
@@ -128,11 +136,11 @@ class CachedClassifiers:
         return predicted
 
 
-_passed_on: set[tuple[Any, ...]] = set()  # warnings of earlier fits, which are not repeated
+_shown_warnings: set[tuple[Any, ...]] = set()  # warnings of earlier fits, which are not shown again
 
 
 def fit(name: str, classifier: Any, features: Any, labels: np.ndarray) -> Any:
-    """Fit the classifier and return it. `name` is for messages."""
+    """Fit the classifier, and return it. Messages call it `name`."""
     with report_early_stop(name, features.shape[1]):
         classifier.fit(features, labels)
     return classifier
@@ -140,8 +148,9 @@ def fit(name: str, classifier: Any, features: Any, labels: np.ndarray) -> Any:
 
 @contextmanager
 def report_early_stop(name: str, n_features: int) -> Iterator[None]:
-    """Say in one line that the classifier `name` stopped before it converged. Other warnings are
-    passed on.
+    """Print one line if the classifier `name` stops before it has converged.
+
+    The line replaces scikit-learn's warnings of it. Other warnings are shown, each of them once.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
@@ -150,13 +159,13 @@ def report_early_stop(name: str, n_features: int) -> Iterator[None]:
         print(f"{name} on {n_features:,} features stopped before it converged", flush=True)
     for w in caught:
         about = (w.category, str(w.message), w.filename, w.lineno)
-        if not issubclass(w.category, ConvergenceWarning) and about not in _passed_on:
-            _passed_on.add(about)
+        if not issubclass(w.category, ConvergenceWarning) and about not in _shown_warnings:
+            _shown_warnings.add(about)
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno, source=w.source)
 
 
 def _read(file: Path | None) -> dict[str, np.ndarray]:
-    """Arrays of the file by key; empty without a file, or if it is damaged."""
+    """Read the arrays of the file by key. The result is empty if the file is missing or damaged."""
     if file is None or not file.exists():
         return {}
     try:

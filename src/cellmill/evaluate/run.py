@@ -1,7 +1,7 @@
-"""Run the tasks of an evaluation on one dataset, and print a line for each.
+"""Run the tasks of an evaluation on one dataset, and print a line for each task.
 
-Tasks that finished in an earlier evaluation are not repeated. On CPU the others run in several
-processes.
+Tasks that finished in an earlier evaluation are not repeated. On CPU cores, several processes run the
+remaining tasks.
 """
 
 import json
@@ -35,32 +35,34 @@ from cellmill.files import progress, span, write_json
 from cellmill.launch.signals import belong_to_parent, interrupted_later
 from cellmill.runs.results import DatasetResult, Row, TaskResult
 
-SHOWN_CLASSES = 3  # classes named in the line of a task
-MAX_PROCESSES = 4  # the threads of rule evaluate: each may hold a dataset's features
+SHOWN_CLASSES = 3  # the line of a task names at most this many classes
+# At most this many processes run tasks. It is the number of threads of rule evaluate, and it bounds
+# memory: each process may hold the features of a dataset.
+MAX_PROCESSES = 4
 
 
 class RunOutput(NamedTuple):
-    """Result of a task, its CPU time, and the predictions of baselines that it computed."""
+    """Result of a task, with its CPU time and the predictions of baselines that the task computed."""
 
     result: TaskResult
-    cpu_s: float
+    cpu_s: float  # CPU-seconds
     new_predictions: dict[str, np.ndarray]  # to be added to `PredictionCache.predictions`
-    has_read_stored: bool  # True if it read predictions of an earlier evaluation
+    has_read_stored: bool  # True if the task read predictions of an earlier evaluation
 
 
 @dataclass(frozen=True)
 class _TaskRun:
-    """A task on a dataset, with one of its labels."""
+    """A task on a dataset, with one of the dataset's labels."""
 
-    name: str  # NAME, or `NAME of LABEL`
-    task_name: str
+    name: str  # name of the task, or `TASK of LABEL` for a further label
+    task_name: str  # name in `evaluate.tasks`
     task: Task
     context: Context
-    path: Path  # see `FinishedTasks.path`
-    left_out: list[str] | None  # what effort fast leaves out; None at effort full
+    path: Path  # of the result, as `FinishedTasks.path` returns it
+    left_out: list[str] | None  # what effort fast leaves out of the task; None at effort full
 
     def run(self) -> RunOutput:
-        """Run the task."""
+        """Run the task, and measure its time."""
         started = time.perf_counter()
         cpu_started = time.process_time()
         predictions = self.context.prediction_cache.predictions
@@ -76,17 +78,18 @@ class _TaskRun:
             result = result.mark_fast(left_out)
             figures |= {"effort": "fast", "left_out": left_out}
         result.figures.update(figures)
-        # a NaN fails here, in the task's own process, where the error names the task
+        # a NaN in the result raises here, where the error still belongs to this task
         json.dumps(result.to_json(), allow_nan=False)
         new = {key: value for key, value in predictions.items() if key not in known_keys}
         return RunOutput(result, cpu_s, new, predictions.n_stored_reads > n_reads_before)
 
 
-_runs_of_workers: list[_TaskRun] = []  # of the current dataset; forked workers inherit the list
+# task runs of the current dataset, which forked worker processes inherit
+_runs_of_workers: list[_TaskRun] = []
 
 
 def check_packages(section: Evaluate) -> None:
-    """Raise ConfigError for a task whose package is not installed, before any task runs."""
+    """Raise ConfigError if a task needs a package that is not installed. Call this before any task runs."""
     for name, config in section.tasks.items():
         for module, extra in config.packages().items():
             if find_spec(module) is None:
@@ -102,10 +105,12 @@ def run_tasks(
     finished: FinishedTasks,
     left_out: Mapping[str, list[str]],
 ) -> dict[str, TaskResult]:
-    """Result of each task, printed as it ends. Results that are `finished` are read; on CPU cores several
-    processes run the other tasks. `left_out` is what effort fast leaves out of each task.
+    """Run all tasks on a dataset, and return their results by name. A line is printed for each task.
 
-    If a task fails, the others are finished and kept, then its error is raised.
+    A task with a result in `finished` does not run again. `left_out` has, by the name of a task, what
+    effort fast leaves out of the task.
+
+    If a task fails, the other tasks still run, and their results are kept. Then the error is raised.
     """
     task_runs = [*_list_task_runs(tasks, context, finished, left_out)]
     dataset = context.dataset
@@ -132,15 +137,16 @@ def run_tasks(
 def _run_missing(
     task_runs: list[_TaskRun], context: Context, finished: FinishedTasks
 ) -> dict[str, TaskResult]:
-    """Result of each task run by name, in the order in which they end.
+    """Run the tasks without a kept result, and return their results by name of the task run.
 
-    Raise UserError of the first task run that failed, after the others have ended.
+    The first task run that fails has its UserError raised, after all others have ended.
     """
     n_processes = _count_processes(task_runs, context)
     estimated_s = _estimate_and_print_plan(task_runs, context, finished.ratios.read(), n_processes)
     any_reads_label = any(context.options.tasks[each.task_name].reads_label for each in task_runs)
     if n_processes > 1 and any_reads_label and "label" in context.roles:
-        # computed before processes fork, and with one thread as in run_task: the same to the bit
+        # All processes share these components, so they are computed before the processes fork. One
+        # thread computes them, as in `run_task`, so the components are always the same to the bit.
         with threadpool_limits(1):
             _ = context.model.components
     results = {}
@@ -158,7 +164,8 @@ def _run_missing(
             try:
                 output = _finish_task(task_run, get_output)
                 results[task_run.name] = output.result
-                # stored predictions make a task faster than it will be on the next dataset
+                # The ratio of measured to estimated time helps to plan the next dataset. A task that
+                # read stored predictions was faster than it will be there.
                 if output.result.skipped is None and not output.has_read_stored:
                     finished.ratios.learn(
                         task_run.task_name, estimated_s[task_run.name], output.cpu_s
@@ -167,7 +174,7 @@ def _run_missing(
                 failures.append(error)
                 if waiting:
                     print(f"{error}; the other tasks go on", flush=True)
-                elif len(failures) > 1:  # only the first error is raised
+                elif len(failures) > 1:  # the first error is raised below, this one is printed
                     print(error, flush=True)
     if failures:
         raise failures[0]
@@ -177,8 +184,10 @@ def _run_missing(
 def _estimate_and_print_plan(
     task_runs: list[_TaskRun], context: Context, ratios: Mapping[str, float], n_processes: int
 ) -> dict[str, float | None]:
-    """Estimated CPU-seconds of each task run, by name. Prints the plan: each estimate times the learned
-    ratio of its task.
+    """Estimate the CPU-seconds of each task run, and print the planned time of the dataset.
+
+    The result has the estimates by name of the task run; None if there is no estimate. A planned time is an
+    estimate multiplied by the learned ratio of its task, from `ratios`.
     """
     planner = Planner(context)
     estimated_s = {}
@@ -198,23 +207,24 @@ def _list_task_runs(
     finished: FinishedTasks,
     left_out: Mapping[str, list[str]],
 ) -> Iterator[_TaskRun]:
-    """Each task, then for each further label the tasks that read a label."""
-    contexts = {"": context}  # by the end of the names of their runs
+    """List a run of each task, and a run for each further label of each task that reads a label."""
+    # contexts by what follows the task in the name of a run, such as ` of cell_type`
+    context_by_suffix = {"": context}
     for role, column in context.roles.items():
         if is_label(role) and role != "label":
             roles = {**context.roles, "label": column}
-            contexts[f" of {column.name}"] = replace(context, roles=roles)
-    for end, labelled in contexts.items():
+            context_by_suffix[f" of {column.name}"] = replace(context, roles=roles)
+    for suffix, labelled in context_by_suffix.items():
         for name, task in tasks.items():
-            if end and not context.options.tasks[name].reads_label:
+            if suffix and not context.options.tasks[name].reads_label:
                 continue
             omitted = left_out.get(name)
             path = finished.path(name, task, labelled, omitted)
-            yield _TaskRun(name + end, name, task, labelled, path, omitted)
+            yield _TaskRun(name + suffix, name, task, labelled, path, omitted)
 
 
 def _count_processes(task_runs: Sequence[_TaskRun], context: Context) -> int:
-    """Number of processes of the task runs: one if the model is on a GPU."""
+    """Return the number of processes for the task runs. It is 1 if the model is on a GPU."""
     on_gpu = next(context.model.network.parameters()).is_cuda
     return 1 if on_gpu else min(torch.get_num_threads(), len(task_runs), MAX_PROCESSES)
 
@@ -222,10 +232,10 @@ def _count_processes(task_runs: Sequence[_TaskRun], context: Context) -> int:
 def _submit(
     stack: ExitStack, task_runs: list[_TaskRun], n_processes: int
 ) -> Iterable[tuple[_TaskRun, Callable[[], RunOutput]]]:
-    """Each task run with a function that returns its output.
+    """Return each task run, with a function that returns the output of the task run.
 
-    With one process, the function runs the task. With several, workers run the tasks at once, and
-    task runs come in the order in which they end; the end of `stack` ends the workers.
+    With one process, the function runs the task. With several processes, workers run the tasks in
+    parallel, and task runs come in the order in which they end. The end of `stack` ends the workers.
     """
     if n_processes <= 1:
         return ((task_run, task_run.run) for task_run in task_runs)
@@ -233,7 +243,7 @@ def _submit(
     stack.callback(_runs_of_workers.clear)
     pool = stack.enter_context(_open_workers(n_processes))
     with warnings.catch_warnings(), interrupted_later():
-        # Python 3.12 warns of threads, see _start_worker
+        # Python 3.12 warns of forking a process with threads; `_start_worker` says why it is safe
         warnings.simplefilter("ignore", DeprecationWarning)
         futures = {
             pool.submit(_run_in_worker, number): task_run
@@ -244,21 +254,26 @@ def _submit(
 
 @contextmanager
 def _open_workers(n: int) -> Iterator[ProcessPoolExecutor]:
-    """Pool of `n` workers, which are forked when it gets work, and terminated after an error."""
-    others = active_children()
+    """Open a pool of `n` workers.
+
+    The workers are forked when the pool gets work. An error terminates them.
+    """
+    earlier_children = active_children()
     with ProcessPoolExecutor(n, get_context("fork"), _start_worker) as pool:
         try:
             yield pool
         except BaseException:
             for process in active_children():
-                if process not in others:
+                if process not in earlier_children:
                     process.terminate()
             raise
 
 
 def _start_worker() -> None:
-    """Let a worker end with its parent, and compute with one thread: a fork has none of its parent's
-    threads. Results do not depend on their number.
+    """Let a worker end with its parent, and compute with one thread.
+
+    A forked process has none of the threads of its parent, so it must not wait for them. Results do not
+    depend on the number of threads.
     """
     belong_to_parent()
     torch.set_num_threads(1)
@@ -269,14 +284,16 @@ def _run_in_worker(number: int) -> RunOutput:
 
 
 def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> RunOutput:
-    """Write and print the result of a task run. Raise DataError with the task's name for an error
-    that has no message for users.
+    """Get the output of a task run, write its result, and print a line about it.
+
+    Raises DataError with the name of the task if the task failed without a message for users.
     """
     context = task_run.context
     try:
         output = get_output()
     except (UserError, BrokenProcessPool):
-        # the first has a message for users; `stages.evaluate` adds a remedy to the second, a killed process
+        # A UserError has a message for users. A BrokenProcessPool means that a process was killed:
+        # `stages.evaluate` says what to do then.
         raise
     except Exception as error:
         traceback.print_exc()
@@ -293,7 +310,7 @@ def _finish_task(task_run: _TaskRun, get_output: Callable[[], RunOutput]) -> Run
 
 
 def describe_result(result: TaskResult) -> str:
-    """The result of a task in one line. metrics.json and the report have every comparison."""
+    """Describe the result of a task in one line. Every comparison is in metrics.json and the report."""
     if result.skipped is not None:
         return f"skipped: {result.skipped}"
     parts = []
@@ -321,7 +338,7 @@ def _describe_row(result: TaskResult, row: Row) -> str:
 
 
 def summarize(datasets: Mapping[str, DatasetResult]) -> str:
-    """Say how many tasks scored the model, and why each of the others did not."""
+    """Say how many tasks scored the model, and why each of the other tasks was skipped."""
     skipped = []
     n_tasks = 0
     for name, dataset in datasets.items():

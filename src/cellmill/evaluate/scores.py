@@ -1,7 +1,7 @@
-"""Scores of several methods on the same units: the table, paired differences, gaps and verdicts.
+"""Scores of several methods on the same units, and the table, differences, gaps and verdicts of them.
 
-A method is a row of the table, a metric under one condition a column. `intervals.py` has the
-statistics.
+A row of the table is a method. A column of the table is a metric under one condition, such as accuracy
+with 10 labelled cells. `intervals.py` has the statistics.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,50 +32,50 @@ class ScoreColumn:
     """Scores of all methods by one metric under one condition."""
 
     heading: str
-    metric_name: str  # in words, as verdicts have it
-    scores: ByMethod  # (repetitions, units) float64, NaN for units that are not tested
+    metric_name: str  # name of the metric in words, for verdicts
+    scores: ByMethod  # (repetitions, units) float64; NaN for units that are not tested
     lower_is_better: bool = False
-    # number of independent units; None if each column of `scores` is one
+    # number of independent units; None if every unit of `scores` is independent
     n_units: int | None = None
-    # scores of trivial methods; the best of them closes 0 % of the gap, the ceiling 100 %
+    # Scores of trivial methods. The gap runs from the best of these to the ceiling.
     trivial: ByMethod = field(default_factory=dict)
     ceiling: tuple[ScoredMethod, np.ndarray] | None = None
 
     def mean(self, method: ScoredMethod) -> float:
-        """Mean over repetitions and units."""
+        """Mean score of a method over repetitions and units."""
         return float(np.nanmean(self.scores[method]))
 
     def best(self, among: Iterable[ScoredMethod]) -> ScoredMethod:
-        """The method with the best mean."""
-        choose: Callable[..., ScoredMethod] = min if self.lower_is_better else max
-        return choose(among, key=self.mean)
+        """Return the method with the best mean score."""
+        choose_best: Callable[..., ScoredMethod] = min if self.lower_is_better else max
+        return choose_best(among, key=self.mean)
 
     def select_kind(self, kind: str) -> list[ScoredMethod]:
-        """Methods of a kind, such as `baseline`."""
+        """Return the methods of a kind, such as `baseline`."""
         return [method for method in self.scores if method.kind == kind]
 
     def best_model(self) -> ScoredMethod:
-        """The best method of kind `model`."""
+        """Return the best method of kind `model`."""
         return self.best(self.select_kind("model"))
 
     def verdict(self, method: ScoredMethod, other: ScoredMethod) -> Verdict:
-        """Verdict on `method` against `other`, over the units that both have scores of."""
+        """Judge `method` against `other`, over the units for which both have scores."""
         return self.difference(method, other).judge(self.metric_name, self.lower_is_better)
 
     def best_verdict(self) -> Verdict:
-        """Verdict on the best method of the model against the best baseline of all.
+        """Judge the best method of kind `model` against the best method of kind `baseline`.
 
-        Both are chosen by their scores on the tested cells. This favours the baselines, because
-        there are more of them.
+        Both are chosen by their scores on the tested cells. This favours the baselines, because there are
+        more baselines than methods of the model.
         """
         return self.verdict(self.best_model(), self.best(self.select_kind("baseline")))
 
     def difference(self, method: ScoredMethod, other: ScoredMethod) -> Difference:
-        """Paired difference `method` minus `other`, with its interval."""
+        """Estimate the paired difference `method` minus `other`, with its interval."""
         scores = self.scores[method]
         other_scores = self.scores[other]
         estimate = paired_difference(scores, other_scores)
-        n = self._count_units(scores - other_scores)  # NaN for units that either lacks
+        n_units = self._count_units(scores - other_scores)  # NaN if either method lacks a score
         return Difference(
             self.heading,
             method.name,
@@ -83,28 +83,32 @@ class ScoreColumn:
             estimate.mean,
             estimate.low,
             estimate.high,
-            cells_se=estimate.units_se,  # the name in metrics.json
-            n=n,
+            cells_se=estimate.units_se,  # metrics.json calls the standard error over units so
+            n=n_units,
         )
 
     def differences(self) -> list[Difference]:
-        """Difference of every method on the trained model's features to every other method."""
+        """Estimate the difference of each method that uses the trained network to each other method."""
         trained = [method for method in self.scores if method.network == "trained"]
         others = [method for method in self.scores if method.network != "trained"]
         return [self.difference(*pair) for pair in product(trained, others)]
 
     def _count_units(self, scores: np.ndarray) -> int:
+        """Count the independent units that have a score in any repetition."""
         return self.n_units or int(np.isfinite(scores).any(axis=0).sum())
 
     def gap(self) -> Gap | None:
-        """Gap between the best trivial method and the ceiling, with the shares of it that the best method
-        of the model and the best baseline close.
+        """Compute the gap between the best trivial method and the ceiling.
 
-        There are no shares if fewer than MIN_UNITS units are tested, or if the gap may be 0 or less.
-        None without a trivial method, a ceiling or a unit that both test.
+        The gap also has the shares that the best method of the model and the best baseline close. There
+        are no shares if fewer than MIN_UNITS units are tested, or if the gap may be 0 or less.
+
+        Returns None if the column has no trivial method or no ceiling, or if no unit has both scores.
         """
         if not self.trivial or self.ceiling is None:
             return None
+
+        # the gap itself
         sign = -1 if self.lower_is_better else 1
         ceiling_method, ceiling = self.ceiling
         trivial_method, trivial = max(
@@ -118,18 +122,22 @@ class ScoreColumn:
             (trivial_method.name, float(trivial[is_tested].mean())),
             (ceiling_method.name, float(ceiling[is_tested].mean())),
         )
+
+        # The best baseline. If the model is ahead, an untrained network does not count as a baseline,
+        # unless it is the only one (`TaskResult.best_verdicts`).
         baselines = self.select_kind("baseline")
         if self.best_verdict().outcome == "ahead":
-            # an untrained network is no baseline to be ahead of (`TaskResult.best_verdicts`)
             baselines = [
                 method for method in baselines if method.network != "untrained"
             ] or baselines
+
+        # the shares of the gap that the best method of the model and the best baseline close
         closed = []
         for method in (self.best_model(), self.best(baselines)):
             scores = self.scores[method]
-            n = self._count_units(scores + trivial + ceiling)
-            if n < MIN_UNITS:
-                return replace(gap, n=n)
+            n_units = self._count_units(scores + trivial + ceiling)
+            if n_units < MIN_UNITS:
+                return replace(gap, n=n_units)
             closed_share = share_closed(sign * scores, sign * trivial, sign * ceiling)
             if closed_share is None:
                 return gap
@@ -139,8 +147,10 @@ class ScoreColumn:
 
 
 def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
-    """A row for each method: mean, sd and single values over tested repetitions in each column that
-    has the method.
+    """Make a row of the table for each method.
+
+    For each column that has the method, the row has the mean score, the standard deviation over
+    repetitions, and the score of each repetition. A repetition that tests no unit has no score.
     """
     scores: dict[ScoredMethod, dict[str, Score]] = {}
     for column in columns:
@@ -149,10 +159,10 @@ def table_rows(columns: Iterable[ScoreColumn]) -> list[Row]:
             is_tested = np.isfinite(values).any(axis=1)
             if not is_tested.any():
                 continue
-            tested = np.nanmean(values[is_tested], axis=1)
-            sd = float(tested.std(ddof=1)) if len(tested) > 1 else None
+            means = np.nanmean(values[is_tested], axis=1)
+            sd = float(means.std(ddof=1)) if len(means) > 1 else None
             by_repetition = np.full(len(values), None, object)
-            by_repetition[is_tested] = tested
+            by_repetition[is_tested] = means
             score = Score(column.mean(method), sd, by_repetition.tolist())
             scores.setdefault(method, {})[column.heading] = score
     return [Row(method, by_column) for method, by_column in scores.items()]
@@ -170,12 +180,13 @@ def tabulate(
     confusion: Confusion | None = None,
     notes: Iterable[str] = (),
 ) -> TaskResult:
-    """Result with the table, verdicts, differences and gaps of `columns`.
+    """Make the result of a task: the table, verdicts, differences and gaps of `columns`.
 
-    `rows`, `verdicts` and `differences` replace those of the columns. `metric`, by default the
-    heading of the first column, ranks the rows, so its highest value must be the best one. Verdicts,
-    differences and gaps are made for the columns `judged` (default: all); the others are only in the
-    table.
+    Verdicts, differences and gaps are made for the columns `judged`, by default for all columns. Other
+    columns are only in the table. `metric` is the heading of the column that ranks the rows, by default
+    the first column. Higher values of that column must be better.
+
+    If `rows`, `verdicts` or `differences` are given, they replace those that are made from the columns.
     """
     judged = columns if judged is None else judged
     if rows is None:

@@ -1,4 +1,4 @@
-"""Cells of a model's shards: their names, their counts, and statistics of their genes."""
+"""Reads the cells of a model's shards: their names, their counts, and statistics of their genes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -18,15 +18,17 @@ from cellmill.models.batch import to_tensors
 from cellmill.models.objective import STATISTICS_STEP, GeneStatistics, Objective
 from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig
 
-BLOCK = 4096  # cells of a shard that are read at once
-# training cells of gene statistics; shards are shuffled, so the first cells are a random sample
+BLOCK = 4096  # at most this many cells of a shard are read at once
+# Statistics of genes are over at least this many training cells, if there are as many. Shards are
+# shuffled, so the first cells are a random sample.
 MAX_TRAIN_CELLS = 200_000
-# tokens of these cells whose views are drawn: the mean profile of 20,000 genes is then exact to 0.0005 nats
+# Views are drawn of the first cells, until these have at least this many tokens. The mean profile of
+# 20,000 genes is then exact to 0.0005 nats.
 MAX_VIEW_TOKENS = 30_000_000
 
 
 def read_cell_names(manifest: Manifest, splits: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Dataset and obs name of each cell of the splits."""
+    """Yield the dataset and the obs name of each cell in the splits."""
     for split in splits:
         for shard in manifest.splits[split].shards:
             for dataset_and_name in read_names(manifest.shard_path(shard), "obs"):
@@ -35,17 +37,19 @@ def read_cell_names(manifest: Manifest, splits: Iterable[str]) -> Iterator[tuple
 
 
 class TokenSums:
-    """Sums over tokens of training cells, by gene."""
+    """Sums over the tokens of training cells, by gene."""
 
     def __init__(self, n_genes: int, max_tokens: int) -> None:
         self.n_cells = 0
+        # number of tokens by bucket of the token's rank in its cell, and by gene: (buckets, genes)
         self.by_rank = np.zeros((max_tokens.bit_length(), n_genes), np.int64)
-        self.values = np.zeros(n_genes)
+        self.values = np.zeros(n_genes)  # sum of the values of the tokens
 
     def add(self, batch: Batch) -> None:
+        """Add all tokens of a batch."""
         n_genes = len(self.values)
         genes = np.asarray(batch.token_ids) - len(SPECIAL)
-        # position of each token in its cell, by powers of two
+        # bucket of each token's rank in its cell; the buckets are bounded by powers of two
         buckets = rank_buckets(positions_in_rows(np.asarray(batch.cu_seqlens)))
         n_pairs = np.bincount(buckets * n_genes + genes, minlength=self.by_rank.size)
         self.by_rank += n_pairs.reshape(self.by_rank.shape)
@@ -53,14 +57,21 @@ class TokenSums:
         self.n_cells += len(batch.lengths)
 
     def to_statistics(self) -> GeneStatistics:
+        """Return the mean value and the number of tokens of each gene.
+
+        A gene without tokens has the mean of all tokens.
+        """
         n_tokens: np.ndarray = self.by_rank.sum(0)
-        overall = float(self.values.sum() / max(n_tokens.sum(), 1))
-        means = np.where(n_tokens > 0, self.values / np.maximum(n_tokens, 1), overall)
-        return GeneStatistics(n_tokens, means, overall, self.n_cells, self.by_rank)
+        overall_mean = float(self.values.sum() / max(n_tokens.sum(), 1))
+        means = np.where(n_tokens > 0, self.values / np.maximum(n_tokens, 1), overall_mean)
+        return GeneStatistics(n_tokens, means, overall_mean, self.n_cells, self.by_rank)
 
 
 class ProfileSums:
-    """Sums over cells of each gene's fraction; one further cell has all genes in equal parts."""
+    """Sums over cells of the fraction that each gene has in a cell's counts, or in its log counts.
+
+    The sums begin with one added cell that has all genes in equal parts, so that no fraction is 0.
+    """
 
     def __init__(self, n_genes: int) -> None:
         self.n_cells = 1
@@ -68,7 +79,10 @@ class ProfileSums:
         self.of_log_counts = self.of_counts.copy()
 
     def add(self, cells: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
-        """Add cells by their entries, `(entries,)` each; a cell without an entry does not count."""
+        """Add the entries of some cells. A cell without an entry does not count as a cell.
+
+        The arrays, `(entries,)`, have the cell, the token and the count of each entry.
+        """
         genes = token_ids - len(SPECIAL)
         self.of_counts += _sum_fractions(cells, genes, counts, len(self.of_counts))
         self.of_log_counts += _sum_fractions(cells, genes, np.log1p(counts), len(self.of_counts))
@@ -78,17 +92,23 @@ class ProfileSums:
 def _sum_fractions(
     cells: np.ndarray, genes: np.ndarray, expression: np.ndarray, n_genes: int
 ) -> np.ndarray:
-    """Sum over cells the fractions of the cell's `expression`, `(entries,)`: `(genes,)` float64."""
+    """Divide each entry's `expression` by the sum of its cell, and sum the fractions by gene.
+
+    The arrays are `(entries,)`, and the result is `(genes,)` float64.
+    """
     cell_sums = np.bincount(cells, expression)
     return np.bincount(genes, expression / cell_sums[cells], n_genes)
 
 
 def read_gene_statistics(manifest: Manifest, objective: Objective, seed: int) -> GeneStatistics:
-    """Statistics over the first blocks of the training shards, until they have MAX_TRAIN_CELLS
-    cells. Tokens are those of training, in rank order.
+    """Compute statistics of the genes in the first training cells, for the baselines of `objective`.
 
-    The targets of a view have baselines that are made of views, drawn by `seed` from the first
-    MAX_VIEW_TOKENS tokens: what a view hides or shows has other frequencies than whole cells.
+    Whole blocks of the training shards are read until they have MAX_TRAIN_CELLS cells. The tokens are
+    those of training, in rank order.
+
+    An objective may draw a view, in which some tokens of a cell are hidden. Genes have other frequencies
+    among the hidden or the shown tokens than in whole cells. So such an objective also gets statistics of
+    views. Views are drawn with `seed` until their cells have MAX_VIEW_TOKENS tokens.
     """
     parts = objective.parts_by_name().values()
     predicts_hidden = any(
@@ -98,12 +118,15 @@ def read_gene_statistics(manifest: Manifest, objective: Objective, seed: int) ->
     with_counts = objective.config.needs_counts
     tokens = objective.tokens
     n_genes = manifest.n_genes
+
+    # sums over whole cells and over the shown tokens of views, and the sums of profiles
     whole = TokenSums(n_genes, tokens.max_tokens)
     shown = TokenSums(n_genes, tokens.max_tokens)
     profiles = ProfileSums(n_genes)
     tokenizer = BatchTokenizer(tokens, n_genes, variability=manifest.variability)
     first_shard = manifest.entry("train").shards[0]
     rank_order = read_rank_order(manifest, manifest.shard_path(first_shard))
+
     n_view_tokens = 0
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
         if rank_order is not None:
@@ -111,6 +134,7 @@ def read_gene_statistics(manifest: Manifest, objective: Objective, seed: int) ->
         cell_ids = whole.n_cells + np.arange(block.n_cells)
         batch = tokenizer.make_batch(block, cell_ids, with_counts)
         whole.add(batch)
+        # a profile is of whole cells, unless the objective predicts the hidden part of a view
         if with_counts and not predicts_hidden:
             assert batch.counts is not None, "the batch has no counts"
             profiles.add(row_numbers(batch.cu_seqlens), batch.token_ids, batch.counts)
@@ -133,8 +157,9 @@ def read_gene_statistics(manifest: Manifest, objective: Objective, seed: int) ->
 
 
 def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.csr_matrix:
-    """Counts of the first `max_cells` cells of a split, or of all if there are fewer: `(cells,
-    genes)`, uint32.
+    """Read the counts of the first `max_cells` cells of a split, `(cells, genes)` uint32.
+
+    A smaller split is read whole.
     """
     blocks: list[sp.csr_matrix] = []
     n_missing = max_cells
@@ -149,7 +174,7 @@ def read_counts(manifest: Manifest, max_cells: int, split: str = "train") -> sp.
 
 
 def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterator[SparseCounts]:
-    """Blocks of cells of a split, until they have `max_cells`."""
+    """Yield blocks of a split until they have at least `max_cells` cells."""
     n_cells = 0
     for block in read_blocks(manifest, split):
         yield block
@@ -159,7 +184,7 @@ def _read_first_blocks(manifest: Manifest, max_cells: int, split: str) -> Iterat
 
 
 def read_blocks(manifest: Manifest, split: str) -> Iterator[SparseCounts]:
-    """The cells of a split, block by block. Raises DataError for a damaged shard."""
+    """Yield all cells of a split, block by block. Raises DataError for a damaged shard."""
     for shard in open_shards(manifest, split):
         with closing(shard):
             for first in range(0, shard.n_obs, BLOCK):
