@@ -1,12 +1,12 @@
-"""CPU-seconds of tasks, planned before they start.
+"""CPU-seconds of tasks, planned before the tasks start.
 
-- estimate: `Task.estimate_s` for the sizes of the dataset, times how much slower a core of this machine
-  is than the reference
-- ratio: the CPU-seconds that the task took when it last ran without stored predictions, divided by
-  its estimate then
-- plan: the estimate times the ratio
+- The estimate of a task is `Task.estimate_s` for the sizes of the dataset, multiplied by the slowness of
+  this machine. The slowness is the speed of the reference core divided by the speed of a core here.
+- The ratio of a task comes from its last run without stored predictions. It is the CPU-seconds of that
+  run, divided by the estimate of that run.
+- The plan is the estimate multiplied by the ratio.
 
-Results and their keys do not depend on the plan.
+Results, and the names of their files, do not depend on the plan.
 """
 
 import time
@@ -27,21 +27,21 @@ from cellmill.files import read_json, span, write_json
 from cellmill.planner.devices import find_device
 from cellmill.planner.measure.cpu_speed import measure_cpu
 
-MEASURED_CELLS = 512  # cells that the model embeds to measure its speed, at most
-MEASURED_S = 0.1  # no more cells are embedded after a pass that took so long
-MAX_LEARNED = 4.0  # an estimate is corrected by at most this factor
-LEAST_LEARNED_S = 1.0  # shorter tasks correct no estimate
+MEASURED_CELLS = 512  # at most this many cells are embedded to measure the speed of the model
+MEASURED_S = 0.1  # the measurement ends with the first pass that takes longer, in seconds
+MAX_LEARNED = 4.0  # an estimate is multiplied or divided by at most this ratio
+LEAST_LEARNED_S = 1.0  # a task that is shorter, in seconds, has no ratio
 _ratios_adapter = TypeAdapter(dict[str, float])
 
 
 class LearnedRatios:
-    """The ratio of each task, in a file next to the finished results."""
+    """The learned ratio of each task, in a file next to the finished results."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> dict[str, float]:
-        """Ratio by task; empty if the file is missing or damaged."""
+        """Read the ratios by task. The result is empty if the file is missing or damaged."""
         if not self._path.exists():
             return {}
         try:
@@ -55,8 +55,10 @@ class LearnedRatios:
         }
 
     def learn(self, task: str, estimated_s: float | None, cpu_s: float) -> None:
-        """Keep the ratio of a task that took `cpu_s`, unless its estimate is not known, or one of both is
-        too short to say much.
+        """Keep the ratio of a task that took `cpu_s` CPU-seconds.
+
+        The ratio is not kept if the estimate is not known. Nor is it kept if the estimate or the measured
+        time is below LEAST_LEARNED_S, because a ratio of short times is not exact.
         """
         if estimated_s is not None and min(estimated_s, cpu_s) >= LEAST_LEARNED_S:
             write_json(self._path, self.read() | {task: cpu_s / estimated_s})
@@ -66,20 +68,22 @@ class Planner:
     """Estimates the CPU-seconds of tasks on one dataset."""
 
     def __init__(self, context: Context) -> None:
-        # see _measure_cells; None if the cells cannot be read
+        # the result of _measure_cells; None if the cells cannot be read
         self._measured: tuple[float, float] | None = None
-        with threadpool_limits(1):  # processes that fork later must inherit no threads
+        # one thread, because processes that fork later must not inherit other threads
+        with threadpool_limits(1):
             speed = measure_cpu(find_device("cpu"), 1, clock=time.thread_time).fp32_flops_per_s
             assert speed is not None, "the rate was measured"
             self._slowness = REFERENCE_FLOPS_PER_S / speed
-            with suppress(Exception):  # the tasks that read the same cells will say why
+            # if the cells cannot be read, the tasks that read them will say why
+            with suppress(Exception):
                 self._measured = _measure_cells(context)
 
     def estimate(self, name: str, task: Task, context: Context) -> float | None:
-        """CPU-seconds of `task`, which is called `name` in `evaluate.tasks`; None if not known."""
+        """Estimate the CPU-seconds of `task`, which `evaluate.tasks` calls `name`; None if not known."""
         roles = {*context.roles} | ({"control"} if "is_control" in context.roles else set())
         if context.options.tasks[name].missing_role(roles) is not None:
-            return 0.0  # will be skipped
+            return 0.0  # the task will be skipped
         estimate_s = getattr(task, "estimate_s", None)
         if estimate_s is None or self._measured is None:
             return None
@@ -98,18 +102,24 @@ class Planner:
         )
         try:
             seconds = float(estimate_s(sizes)) * self._slowness
-        except Exception:  # of a package's task: no reason to end an evaluation
+        except (
+            Exception
+        ):  # a failing estimate, as of another package's task, must not end an evaluation
             return None
         return seconds if isfinite(seconds) else None
 
 
 def _measure_cells(context: Context) -> tuple[float, float]:
-    """Means over the first cells: genes with counts of a cell, and seconds in which the model embeds one."""
+    """Measure the first cells of a dataset.
+
+    Returns the mean number of genes with counts in a cell, and the mean seconds to embed a cell.
+    """
     on_gpu = next(context.model.network.parameters()).is_cuda
     clock = time.perf_counter if on_gpu else time.thread_time
     counts = next(context.reader.rows(MEASURED_CELLS))
     n_cells = counts.shape[0]
-    embed_counts(context, np.arange(1), counts[:1], context.model.network)  # loads compiled loops
+    # the first pass also loads compiled loops, so it is not measured
+    embed_counts(context, np.arange(1), counts[:1], context.model.network)
     n = 1
     while True:
         start = clock()
@@ -121,7 +131,10 @@ def _measure_cells(context: Context) -> tuple[float, float]:
 
 
 def describe_plan(planned_s: Mapping[str, float | None], n_processes: int) -> str:
-    """The planned CPU-seconds of each task, None if not known, and of all, in one line."""
+    """Describe the planned CPU-seconds in one line: of each task, and of all tasks together.
+
+    The seconds of a task are None if they are not known.
+    """
     tasks = [
         f"{name} not known" if seconds is None else f"{name} {_about(seconds)}"
         for name, seconds in planned_s.items()

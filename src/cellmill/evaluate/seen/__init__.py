@@ -1,8 +1,10 @@
-"""Cells that a model was trained on: where they are found, and how a file's cells are recognised.
+"""Cells that a model was trained on, and how they are recognised in a file.
 
-- seen: in the training or validation cells of the model or its ancestors
-- held out: not seen, by name, counts or barcode
-- copies: cells with equal counts, or with the same barcode, whatever their names
-- same barcode: in two samples that share more barcodes than chance explains; counts may differ
-- ancestors: models that the training started from or learnt from, and those before them
+- A seen cell is among the training or validation cells of the model or of its ancestors.
+- A held-out cell is not seen, as far as names, counts and barcodes tell.
+- Copies are cells with equal counts, or with the same barcode, under any names.
+- Two cells have the same barcode only if their samples share more barcodes than chance explains. Their
+  counts may differ.
+- The ancestors of a model are the models that its training started from or learnt from, and the
+  ancestors of these models.
 """

@@ -1,4 +1,4 @@
-"""Copies of training cells in a file: cells with equal counts, or with the barcode of a training cell."""
+"""Copies of training cells in a file, found by equal counts or by the barcode of a training cell."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ from cellmill.data.split import hash_genes, sum_pairs
 from cellmill.errors import DataError
 from cellmill.evaluate.seen.corpus_hashes import MIN_GENES, HashedCorpus
 
-HASHED_ROWS = 1024  # cells of a file that are hashed at once
+HASHED_ROWS = 1024  # at most this many cells of a file are hashed at once
 
 
 def find_equal_cells(
     reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
 ) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells in mask `among` whose counts equal those in `corpora`.
+    """Mark the cells whose counts equal the counts of a cell in `corpora`, `(n_obs,)` bool.
 
-    Only genes that both have are compared. If the file lacks genes of a corpus, a cell that expresses
-    fewer than MIN_GENES of the others equals none.
+    Only the cells in the mask `among`, `(n_obs,)` bool, are compared, and only by genes that both the file
+    and the corpus have. If the file lacks genes of a corpus, a cell must express at least MIN_GENES of the
+    shared genes. Other cells are not marked, because different cells may be equal on few genes.
     """
     is_equal = np.zeros(reader.n_obs, bool)
     if not among.any():
@@ -35,7 +36,7 @@ def find_equal_cells(
         try:
             target = match_columns(reader, corpus.genes).target
         except DataError:
-            continue  # no gene in common: no equal cells
+            continue  # the file shares no gene with this corpus, so no cell is equal
         is_equal |= _find_in_corpus(reader, corpus, target, among & ~is_equal)
     return is_equal
 
@@ -43,9 +44,9 @@ def find_equal_cells(
 def _find_in_corpus(
     reader: CountsReader, corpus: HashedCorpus, target: np.ndarray, among: np.ndarray
 ) -> np.ndarray:
-    """Mask of the cells in mask `among` that have equal counts to a cell of `corpus`.
+    """Mark the cells in the mask `among` whose counts equal the counts of a cell in `corpus`.
 
-    `target` has the row among the corpus's genes of each column of the file.
+    `target`, (columns,), has for each column of the file the row among the genes of the corpus, or -1.
     """
     training = _TrainingHashes.over_shared_genes(corpus, target, reader.ordered)
     gene_hashes = hash_genes(corpus.genes.gene_ids)
@@ -64,15 +65,18 @@ def _find_in_corpus(
 
 @dataclass(frozen=True)
 class _TrainingHashes:
-    """Hashes of the cells of a corpus over the genes that it shares with a file."""
+    """Hashes of the cells of a corpus, over the genes that the corpus shares with a file."""
 
-    hashes: list[np.ndarray]  # as in `HashedCorpus`
-    missing_gene_terms: np.ndarray | None  # see `HashedCorpus.missing_gene_terms`
-    min_genes: int  # shared genes with counts that a cell of the file needs
+    hashes: list[np.ndarray]  # in the form of `HashedCorpus.hashes`
+    missing_gene_terms: np.ndarray | None  # the result of `HashedCorpus.missing_gene_terms`
+    min_genes: int  # a cell of the file must express at least this many shared genes
 
     @classmethod
     def over_shared_genes(cls, corpus: HashedCorpus, target: np.ndarray, ordered: bool) -> Self:
-        """The hashes of a corpus, computed again if the file lacks some of its genes."""
+        """Return the hashes of a corpus. If the file lacks genes of the corpus, compute them again.
+
+        `target` is as in `_find_in_corpus`.
+        """
         is_shared = np.zeros(corpus.genes.n_genes, bool)
         is_shared[target[target >= 0]] = True
         if is_shared.all() or ordered:
@@ -80,10 +84,10 @@ class _TrainingHashes:
         return cls(corpus.hashes_over(is_shared), corpus.missing_gene_terms(~is_shared), MIN_GENES)
 
     def find(self, sums: np.ndarray, n_genes: np.ndarray) -> np.ndarray:
-        """Mask, bool `(cells,)`, of the cells whose counts equal those of a training cell.
+        """Mark the cells whose counts equal the counts of a training cell, `(cells,)` bool.
 
-        `sums`, `(cells, 2)` uint64, are the result of `sum_pairs`. `n_genes`, `(cells,)`, counts the
-        shared genes that a cell expresses.
+        `sums`, `(cells, 2)` uint64, are the result of `sum_pairs`. `n_genes`, `(cells,)`, is the number of
+        shared genes that each cell expresses.
         """
         has_enough = n_genes >= self.min_genes
         is_equal = np.zeros(len(sums), bool)
@@ -91,20 +95,25 @@ class _TrainingHashes:
         for split_hashes in self.hashes:
             is_equal |= has_enough & are_in(hashes, split_hashes)
         if self.missing_gene_terms is not None:
-            others = np.flatnonzero(has_enough & ~is_equal)
-            is_equal[others] = self._find_with_a_gene(sums[others], self.missing_gene_terms)
+            not_found = np.flatnonzero(has_enough & ~is_equal)
+            is_equal[not_found] = self._find_with_a_gene(sums[not_found], self.missing_gene_terms)
         return is_equal
 
     def _find_with_a_gene(self, sums: np.ndarray, terms: np.ndarray) -> np.ndarray:
-        """Mask of the cells that equal a training cell after a small count of a missing gene is added."""
-        completed = splitmix64(sums[:, :1] + terms)  # (cells, terms): digests
+        """Mark the cells that equal a training cell if a small count of one missing gene is added.
+
+        Each of `terms` is such a gene and count.
+        """
+        completed = splitmix64(sums[:, :1] + terms)  # digests, (cells, terms)
         is_listed = are_in(completed.reshape(-1, 1), self.hashes[0])
         return np.asarray(is_listed.reshape(completed.shape).any(axis=1))
 
 
 def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.ndarray:
-    """Mask, bool `(n_obs,)`, of the cells whose barcode is in a training sample of `corpora` that
-    shares more barcodes with the cell's sample than chance explains (`CorpusDigests.has_barcodes`).
+    """Mark the cells with the barcode of a training cell in `corpora`, `(n_obs,)` bool.
+
+    A barcode counts only if the sample of the cell and a training sample share more barcodes than chance
+    explains (`CorpusDigests.has_barcodes`).
     """
     is_near = np.zeros(reader.n_obs, bool)
     for corpus in corpora:

@@ -1,9 +1,10 @@
-"""Hashes of the cells of a training corpus, by which a cell is recognised under any name.
+"""Hashes of the cells of a training corpus. A cell is recognised by its hash under any name.
 
-Hashes of all training and validation cells are stored next to the shards. If a file lacks some
-genes, the cells of the shards are hashed again over the other genes. A model's folder has a digest
-list of these cells (`data/shards/cell_digests`), also after it was copied elsewhere; a digest cannot
-be computed again.
+The hashes of all training and validation cells are stored next to the shards. If a file lacks some genes
+of the corpus, the cells of the shards are hashed again over the genes that both have.
+
+The folder of a model has a digest list of these cells (`data/shards/cell_digests`), which stays with the
+folder when that is copied. Without shards, digests cannot be computed again over fewer genes.
 """
 
 from typing import NamedTuple, Self
@@ -18,23 +19,25 @@ from cellmill.data.shards.reader import read_names
 from cellmill.data.split import hash_cells, hash_genes, hash_pairs
 from cellmill.evaluate.training_shards import read_blocks
 
-MIN_GENES = 20  # with counts, in a file that lacks genes; on fewer, different cells may be equal
-# terms of a missing gene (genes that a file lacks, times counts) that are tried for each cell
+# In a file that lacks genes, a cell must express at least this many of the shared genes. On fewer genes,
+# different cells may have equal counts.
+MIN_GENES = 20
+# For each cell, at most this many additions are tried. An addition is one count of one missing gene.
 MAX_COMPLETIONS = 4096
-MAX_COMPLETED_COUNT = 16
+MAX_COMPLETED_COUNT = 16  # the largest count of a missing gene that is tried
 
 
 class HashedCorpus(NamedTuple):
     """Genes of a corpus, and the hashes of its training and validation cells."""
 
     genes: Vocabulary
-    # for each split, `(2, cells)` uint64 in ascending order; `(1, cells)` from a digest list
+    # an array for each split, in ascending order: (2, cells) uint64, or (1, cells) from a digest list
     hashes: list[np.ndarray]
-    manifest: Manifest | None  # None if read from a digest list
+    manifest: Manifest | None  # of the shards; None if the hashes come from a digest list
 
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
-        """Genes and cells of the shards that a training reads."""
+        """Read the genes and the hashes of the shards that a training reads."""
         splits = filled_splits(manifest)
         first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
         genes = _make_vocabulary(read_names(first_shard, "var").tolist())
@@ -43,12 +46,14 @@ class HashedCorpus(NamedTuple):
 
     @classmethod
     def from_digests(cls, corpus: CorpusDigests) -> Self:
-        """Genes and cells of a digest list."""
+        """Take the genes and the digests of a digest list."""
         return cls(_make_vocabulary(corpus.gene_ids), [corpus.cells[None]], None)
 
     def hashes_over(self, shared: np.ndarray) -> list[np.ndarray]:
-        """Hashes of the counts of genes `shared` only, bool `(n_genes,)`, for cells with enough such
-        genes. Without shards, the hashes of all genes: see `missing_gene_terms`.
+        """Hash the cells of the shards again, over the genes in the mask `shared`, `(n_genes,)` bool.
+
+        A cell that expresses fewer than MIN_GENES of these genes is left out. Without shards, returns the
+        digests over all genes, which `missing_gene_terms` helps to compare.
         """
         if self.manifest is None:
             return self.hashes
@@ -56,6 +61,7 @@ class HashedCorpus(NamedTuple):
         parts = [np.zeros((0, 2), np.uint64)]
         for split in filled_splits(self.manifest):
             for block in read_blocks(self.manifest, split):
+                # keep the entries of shared genes, and find where each cell begins among these
                 is_shared = shared.take(block.genes)
                 n_shared_before = np.concatenate([[0], np.cumsum(is_shared)])
                 offsets = n_shared_before[block.offsets]
@@ -67,11 +73,14 @@ class HashedCorpus(NamedTuple):
         return [hashes[order].T]
 
     def missing_gene_terms(self, lacked: np.ndarray) -> np.ndarray | None:
-        """Terms, uint64 `(n,)`, of small counts of the genes `lacked`, bool `(n_genes,)`. None with
-        shards, or for more genes than MAX_COMPLETIONS.
+        """Compute the terms that small counts of missing genes add to the sum of a cell, `(n,)` uint64.
 
-        A digest is made from a sum over genes, and cannot be computed over fewer genes. If a file lacks
-        only one gene that a cell expresses, its own sum plus one of these terms is the whole cell's sum.
+        `lacked`, `(n_genes,)` bool, marks the genes that the file lacks. Returns None if there are shards, or
+        if the file lacks more than MAX_COMPLETIONS genes.
+
+        A digest is made from a sum over all genes of a cell, and cannot be computed over fewer genes. But a
+        file may lack only one of the genes that a cell expresses. Then the sum over the cell's genes in the
+        file, plus one of these terms, is the sum over all genes of the cell.
         """
         if self.manifest is not None:
             return None
@@ -83,11 +92,12 @@ class HashedCorpus(NamedTuple):
 
 
 def filled_splits(manifest: Manifest) -> list[str]:
-    """Splits with cells, of those that a training reads."""
+    """Return the splits that a training reads and that have cells."""
     return [split for split in TRAINING_SPLITS if manifest.splits[split].n_obs]
 
 
 def _make_vocabulary(ids: list[str]) -> Vocabulary:
+    """Make a vocabulary of gene ids, with numbers of cells and medians that are not used."""
     n_cells = np.ones(len(ids), np.int64)
     medians = np.ones(len(ids), np.float32)
     return Vocabulary(ids, ids, n_cells, medians)

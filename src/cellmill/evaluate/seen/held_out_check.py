@@ -1,10 +1,11 @@
 """Held-out cells of a dataset: cells that neither the model nor its ancestors were trained on.
 
-Held-out cells are in no training or validation shard of the model's corpus or of its ancestors'
-corpora; digests in the model's folder stand in for shards of ancestors that are not here. A cell is
-recognised by dataset and obs name; under any name by its counts of the vocabulary's genes; and in
-digests by its barcode. If the file has all genes, different cells with few counts may be equal by
-chance; these do not count as held out either.
+A held-out cell is in no training or validation shard of the model or of an ancestor. If the shards of an
+ancestor are not here, the digests in the folder of the model stand in for them.
+
+A training cell is recognised in three ways: by the names of dataset and cell, by its counts of the
+vocabulary's genes, and, in digests, by its barcode. Two different cells with few counts may have equal
+counts by chance. Such a cell does not count as held out either.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,11 +29,11 @@ from cellmill.evaluate.training_shards import read_cell_names
 
 
 class HeldOutCheck:
-    """Finds held-out cells of `datasets`, by the training and validation cells of the model and its
-    ancestors.
+    """Finds the held-out cells of `datasets`.
 
-    Cells of `manifests` are read from shards. Of other corpora, `listed` has digests by fingerprint.
-    Raises DataError for a changed shard.
+    The training and validation cells of the model and its ancestors are read from the shards of
+    `manifests`. For corpora without shards, `listed` has digest lists by fingerprint. Raises DataError for
+    a changed shard.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class HeldOutCheck:
         datasets: Iterable[str],
         listed: Mapping[str, CorpusDigests] = MappingProxyType({}),
     ) -> None:
-        self.names: dict[str, set[str]] = {name: set() for name in datasets}  # obs names by dataset
+        # obs names of training and validation cells, by dataset
+        self.names: dict[str, set[str]] = {name: set() for name in datasets}
         for manifest in manifests:
             stamps = stamp_files(manifest)
             if verify_changed(manifest, stamps):
-                # so that the next evaluation or training need not hash them
+                # recorded, so that the next evaluation or training need not hash the shards
                 record_verified(manifest, stamps)
             for dataset, name in read_cell_names(manifest, TRAINING_SPLITS):
                 if dataset in self.names:
@@ -56,8 +58,11 @@ class HeldOutCheck:
         self.corpora += [HashedCorpus.from_digests(corpus) for corpus in self._listed]
 
     def find_held_out(self, dataset: str, reader: CountsReader) -> tuple[np.ndarray, int]:
-        """Mask, bool `(n_obs,)`, of the held-out cells, and the number of copies of training cells
-        under other names, by counts or barcodes. Prints how many copies were found by each.
+        """Find the held-out cells of a dataset.
+
+        Returns a mask of the held-out cells, `(n_obs,)` bool, and the number of copies. Copies are cells
+        that have other names than a training cell, and equal counts or the same barcode. Prints how many
+        copies were found by counts and by barcodes.
         """
         has_new_name = ~reader.obs_names.isin([*self.names[dataset]])
         copies = find_equal_cells(reader, self.corpora, has_new_name)

@@ -1,8 +1,8 @@
 """Cells of a file that a model was trained on.
 
-A cell is recognised by its counts of the vocabulary's genes, under any name. If the model has a
-digest list, copies of a cell at another depth are recognised too, by barcode. Without shards and
-digests, a message says that the training cells are not known.
+A training cell is recognised by its counts of the vocabulary's genes, under any name. If the model has a
+digest list, a training cell that was sequenced to another depth is recognised by its barcode. If the
+model has neither shards nor digests, a message says that its training cells are not known.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,21 +27,27 @@ from cellmill.evaluate.seen.corpus_hashes import (
 from cellmill.evaluate.seen.training_cells import KnownTrainingCells, find_training_cells
 
 KINDS = ["exact", "near", "new"]
-"""Equal counts of the model's genes; the barcode of a training sample at other counts; neither."""
+"""Kinds of a cell. An exact cell has the counts of a training cell, over the genes of the model. A near
+cell has the barcode of a training cell, with other counts. A new cell has neither.
+"""
 
 
 class Seen(NamedTuple):
-    """Cells of a file that a model has seen in training or validation."""
+    """Cells of a file that a model, or an ancestor of the model, has seen in training or validation."""
 
     is_seen: np.ndarray | None  # (n_obs,) bool; None if the training cells are not known
-    caveat: str  # sentence on training cells that are not known; empty if all are known
+    caveat: (
+        str  # sentence on training cells that are not known or not found; empty if there are none
+    )
+    # (n_obs,) bool: True for cells that were found by barcode only; None without a list of barcodes
     is_near: np.ndarray | None = None
-    """(n_obs,) bool: seen cells whose counts differ, found by barcode; None if not looked for."""
 
 
 def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
-    """Cells of `reader` that the exported model in the folder `model`, or a model before it, was
-    trained on. Raises DataError for a damaged digest list.
+    """Mark the cells of `reader` that the exported model in the folder `model` has seen.
+
+    Cells that an ancestor of the model has seen are marked too. Raises DataError for a damaged digest
+    list.
     """
     training = find_training_cells(model)
     return _mark_cells(reader, training, training.read_corpora())
@@ -50,10 +56,11 @@ def mark_seen_cells(reader: CountsReader, model: Path) -> Seen:
 def tabulate_seen_cells(
     reader: CountsReader, model: Path, vocabulary: Vocabulary
 ) -> tuple[pd.DataFrame, list[str]]:
-    """Table with column `seen`, one of KINDS for each cell name, and sentences on training cells that
-    were not looked for.
+    """Tabulate which cells of `reader` the exported model in the folder `model` has seen.
 
-    Raises DataError if `reader` has no gene of the model, or its training cells are not known.
+    Returns a table by cell name with the column `seen`, which is one of KINDS. Also returns sentences on
+    training cells that are not known, or that would not be found. Raises DataError if `reader` has no gene
+    of the model, or if the training cells of the model are not known.
     """
     columns = match_columns(reader, vocabulary)
     training = find_training_cells(model)
@@ -79,11 +86,11 @@ def tabulate_seen_cells(
 def _describe_limits(
     reader: CountsReader, corpora: Sequence[HashedCorpus], seen: Seen
 ) -> list[str]:
-    """Sentences on training cells that are not known, or would not be found."""
+    """Return sentences on training cells that are not known, or that would not be found."""
     notes = [seen.caveat] if seen.caveat else []
-    lacked = _describe_lacked_genes(reader, corpora)
-    if not any(line in seen.caveat for line in lacked):
-        notes += [f"{line} is found by its barcode only" for line in lacked]
+    unfindable = _describe_lacked_genes(reader, corpora)
+    if not any(line in seen.caveat for line in unfindable):
+        notes += [f"{line} is found by its barcode only" for line in unfindable]
     if seen.is_near is None:
         notes.append("near copies are not found: the model has no list of barcodes")
     elif not _has_barcodes(reader):
@@ -97,7 +104,7 @@ def _describe_limits(
 def _mark_cells(
     reader: CountsReader, training: KnownTrainingCells, corpora: Sequence[HashedCorpus]
 ) -> Seen:
-    """Cells of `reader` that are among the cells of `training`, whose `corpora` are read."""
+    """Mark the cells of `reader` that are among the training cells. `corpora` are those of `training`."""
     if training.missing_reason:
         return Seen(None, training.missing_reason)
     caveats = []
@@ -116,28 +123,34 @@ def _mark_cells(
 def describe_unfindable_cells(
     reader: CountsReader, corpora: Sequence[HashedCorpus], listed: Collection[CorpusDigests]
 ) -> list[str]:
-    """A sentence on training cells that neither counts nor barcodes find; empty if all are found."""
+    """Say which training cells neither counts nor barcodes find: a sentence, or none if all are found.
+
+    `listed` are the digest lists among the corpora, which have barcodes.
+    """
     if _has_barcodes(reader) and all(len(corpus.barcodes) for corpus in listed):
         return []
     return [f"{line} may be missed" for line in _describe_lacked_genes(reader, corpora)]
 
 
 def _has_barcodes(reader: CountsReader) -> bool:
-    """True if enough names have a barcode: barcodes of fewer cells may be shared by chance."""
+    """True if enough cell names have a barcode. Fewer barcodes may be shared by chance."""
     return reader.obs_names.str.contains(BARCODE).sum() >= MIN_SAMPLE_BARCODES
 
 
 def _describe_lacked_genes(reader: CountsReader, corpora: Sequence[HashedCorpus]) -> list[str]:
-    """The begin of a sentence on training cells that are not found by their counts, because the file
-    lacks genes of a corpus without shards; empty if it lacks none.
+    """Begin a sentence on training cells that are not found by their counts; the caller ends it.
+
+    Such cells exist if the file lacks genes of a corpus without shards. Otherwise the list is empty. The
+    sentence is about the corpus of which the file lacks most genes.
     """
     n_lacked = 0
     n_genes = 0
     for corpus in corpora:
         if corpus.manifest is not None or reader.ordered:
-            # shards are hashed again over the shared genes; a copied sequence has all its tokens
+            # With shards, cells are hashed again over the shared genes. In a file of ordered genes, a
+            # copied sequence has all its tokens.
             continue
-        with suppress(DataError):  # no gene in common: no equal cells
+        with suppress(DataError):  # the file shares no gene with this corpus, so no cell is equal
             target = match_columns(reader, corpus.genes).target
             n = corpus.genes.n_genes - len(np.unique(target[target >= 0]))
             if n > n_lacked:

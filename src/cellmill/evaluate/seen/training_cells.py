@@ -1,8 +1,10 @@
 """Training cells of a model and of its ancestors, from digest lists and shards.
 
-The folder of an exported model has a digest list of its training and validation cells, and those of
-its ancestors as far as they were known. If the folder is still in the folder of its run,
-train/run.json names the shards, and the models that the run started from or learnt from.
+The folder of an exported model has a digest list. The list has the training and validation cells of the
+model, and of its ancestors as far as those were known at export.
+
+If the folder of the model is still in the folder of its run, train/run.json is there too. That file names
+the shards, and the models that the run started from or learnt from.
 """
 
 from collections import deque
@@ -19,19 +21,24 @@ from cellmill.errors import DataError, UserError
 from cellmill.evaluate.seen.corpus_hashes import HashedCorpus, filled_splits
 from cellmill.files import read_json
 
-Ancestor = tuple[str, Path | None]  # name, and folder of the exported model if it is there
+# name of a model, and the folder of its export; None if the folder is not there
+Ancestor = tuple[str, Path | None]
 
 
 class KnownTrainingCells(NamedTuple):
-    """Cells that a model and its ancestors were trained on, as far as they can be found."""
+    """Cells that a model and its ancestors were trained on, as far as the cells can be found."""
 
-    manifests: dict[str, Manifest]  # shards by fingerprint
-    listed: dict[str, CorpusDigests]  # digest lists of model folders, by fingerprint
-    missing_reason: str  # why the cells of the model itself are not known; empty if they are
-    missing_ancestors: list[str]  # models before it whose cells are not known
+    manifests: dict[str, Manifest]  # of shards, by fingerprint of the corpus
+    listed: dict[
+        str, CorpusDigests
+    ]  # digest lists in folders of models, by fingerprint of the corpus
+    missing_reason: (
+        str  # says why the cells of the model itself are not known; empty if they are known
+    )
+    missing_ancestors: list[str]  # names of ancestors whose cells are not known
 
     def read_corpora(self) -> list[HashedCorpus]:
-        """All corpora with their hashes, from the shards if these were found, else from a digest list."""
+        """Read the hashes of all corpora, from shards where these were found, else from digest lists."""
         only_listed = self.listed.keys() - self.manifests.keys()
         corpora = [HashedCorpus.read(manifest) for manifest in self.manifests.values()]
         return corpora + [
@@ -41,16 +48,16 @@ class KnownTrainingCells(NamedTuple):
 
 
 class _OwnTrainingCells(NamedTuple):
-    """Where the cells of one model are: in shards, in the digest list of its folder, or both."""
+    """Training cells of one model, in shards, in the digest list of its folder, or in both."""
 
     manifest: Manifest | None  # of the shards
-    problem: str  # why there is no manifest
-    ancestors: list[Ancestor]  # models that it started from or learnt from
-    digests: CellDigests | None = None  # also of ancestors, as far as they were known
+    problem: str  # says why there is no manifest
+    ancestors: list[Ancestor]  # models that the training started from or learnt from
+    digests: CellDigests | None = None  # of the model, and of ancestors as far as they were known
 
 
 def find_training_cells(model: Path) -> KnownTrainingCells:
-    """Cells of the exported model in the folder `model`, and of the models that it came from.
+    """Find the training cells of the exported model in the folder `model`, and of its ancestors.
 
     Raises DataError for a damaged digest list.
     """
@@ -58,22 +65,28 @@ def find_training_cells(model: Path) -> KnownTrainingCells:
 
 
 def find_training_cells_of_run(train: Path, fingerprint: str) -> KnownTrainingCells:
-    """Cells of the run in the folder `train`, with this fingerprint, and of the models before it."""
+    """Find the training cells of a run and of the ancestors of its model.
+
+    `train` is the folder of the run's training. `fingerprint` is the fingerprint of its corpus.
+    """
     return _add_ancestors(_find_shards_of_run(train, fingerprint), set())
 
 
 def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainingCells:
-    """Add the cells of the ancestors of `model`, whose folders are not in `visited`.
+    """Add the training cells of all ancestors of `model`.
 
-    The digest list of a model also has the cells of its ancestors, and the names of those whose cells
-    it lacks. So below a model with a list, no ancestor is missing that the list does not name.
+    `visited` are the folders of models that were visited; they are not visited again.
+
+    The digest list of a model also has the cells of its ancestors, and the names of ancestors whose cells
+    were not known. So an ancestor of a model with a digest list is missing only if the list names it.
     """
     if model.manifest is None and model.digests is None:
         return KnownTrainingCells({}, {}, model.problem, [])
     manifests: dict[str, Manifest] = {}
     listed: dict[str, CorpusDigests] = {}
     missing: list[str] = []
-    # models, the youngest first: name, cells, and True if a younger model's digest list covers them
+    # Models still to visit, the youngest first. Each has its name, its cells, and True if the digest
+    # list of a younger model covers these cells.
     queue = deque([("", model, False)])
     while queue:
         name, training, is_covered = queue.popleft()
@@ -98,7 +111,7 @@ def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainin
 
 
 def _find_own_training_cells(model: Path) -> _OwnTrainingCells:
-    """Cells of one export, by its digest list and by the shards of its run."""
+    """Find the training cells of one export, in its digest list and in the shards of its run."""
     try:
         config = read_model_config(model / "config.json")
     except (UserError, OSError) as error:
@@ -118,7 +131,7 @@ def _find_own_training_cells(model: Path) -> _OwnTrainingCells:
 
 
 def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTrainingCells:
-    """Shards of a run, and the models that it came from."""
+    """Find the shards of a run, and the models that the run started from or learnt from."""
     ancestors: list[Ancestor] = []
     try:
         record = read_json(train / "run.json")
@@ -136,9 +149,10 @@ def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTrainingCells:
 
 
 def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[Path | None, str]:
-    """Manifest of the shards that a run was trained on, or None and the reason.
+    """Find the manifest of the shards that a run was trained on.
 
-    A relative path is also looked up in the folders above the run.
+    Returns the path of the manifest and "", or None and the reason why it was not found. A relative path
+    is also looked up in the folders above the run.
     """
     record = train / "run.json"
     if not record.exists():
@@ -154,12 +168,12 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
         except DataError as error:
             problem = str(error)
         except KeyError:
-            pass  # without these columns: of other shards
+            pass  # these shards lack an obs column that the run reads, so they are other shards
     return None, problem
 
 
 def _find_existing(path: Path, start: Path) -> list[Path]:
-    """Files or folders called `path` in the working directory and in each folder above `start`."""
+    """Find files or folders called `path`, in the working directory and in each folder above `start`."""
     candidates = [path] + [above / path for above in start.resolve().parents]
     return [candidate for candidate in candidates if candidate.exists()]
 
@@ -167,7 +181,7 @@ def _find_existing(path: Path, start: Path) -> list[Path]:
 def _find_ancestors(
     record: dict[str, Any], options: TrainOptions, train: Path
 ) -> Iterator[Ancestor]:
-    """Models that a run started from or learnt from."""
+    """Yield the models that a run started from or learnt from."""
     parent = record.get("init_from")
     if parent is not None:
         yield parent, next(iter(_find_existing(Path(parent), train)), None)
