@@ -1,1 +1,1 @@
-"""Classifiers of cells by their features: nearest neighbours, and logistic regression."""
+"""Classifiers of cells by their features: nearest neighbours and logistic regression."""

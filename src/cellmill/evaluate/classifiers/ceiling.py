@@ -1,4 +1,8 @@
-"""Ceiling of tasks that classify cells: a regression on all genes, fitted on half of the labels."""
+"""Ceiling of tasks that classify cells.
+
+The ceiling is the score of a logistic regression on all genes, which is fitted on half of the labelled
+cells. It is about the best score that the data allow.
+"""
 
 import numpy as np
 
@@ -15,10 +19,10 @@ from cellmill.evaluate.task import Context
 
 
 def predict_ceiling_labels(context: Context) -> np.ndarray:
-    """Label of each cell, text `(n_obs,)`, by the regression on all genes, fitted on the labels of
-    the other half of the cells; "" for none.
+    """Predict the label of each cell by the ceiling's regression, `(n_obs,)` text; "" for no prediction.
 
-    Scored cells of labels with at least `evaluate.folds` cells are divided into two stratified halves.
+    The scored cells of labels with at least `evaluate.folds` cells are divided into two stratified halves.
+    The labels of each half are predicted by a regression that is fitted on the other half.
     """
     column = context.roles["label"]
     seed = context.options.seed
@@ -31,7 +35,7 @@ def predict_ceiling_labels(context: Context) -> np.ndarray:
         return predicted
     shared = context.feature_cache.share(cell_profiles(context, cells))
     classifiers = {REGRESSION: LogisticRegression(standardised=True)}
-    # shuffle cells, sort them by label, and deal them into halves in turn
+    # shuffle the cells, sort them by label, and put them into the two halves in turn
     order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))
     by_label = order[np.argsort(labels[order], kind="stable")]
     first = np.sort(by_label[::2])

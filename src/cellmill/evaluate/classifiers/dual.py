@@ -1,19 +1,20 @@
 """Logistic regression on sparse features Z, by its dual coefficients.
 
-Coefficients are Zᵀa / λ for dual coefficients a, one for each cell and class, so a fit needs only
-products with ZZᵀ (`features.products`). `newton.py` searches for a.
+A regression has a dual coefficient for each cell and class. With dual coefficients a and the penalty λ,
+the coefficients of the features are Zᵀa / λ. So a fit needs only products with ZZᵀ, the dot products of
+all pairs of cells (`features.products`). `newton.py` searches for a.
 
-The regressions of all folds take their steps together: one product of ZZᵀ with the dual coefficients
-of all regressions costs little more than with those of one. Dual coefficients are 0 for cells that a
-regression does not read.
+The regressions of all folds take their steps together. One product of ZZᵀ with the dual coefficients of
+all regressions takes little more time than a product for one regression. Cells that a regression does not
+read have dual coefficients of 0.
 
-Standard deviations are computed over the fitted cells, so each scaled regression has a ZZᵀ of its
-own. A shared matrix K, scaled by all cells, stands in for it. From dual coefficients a fitted with K
-alone, each round:
+A scaled regression divides each gene by its standard deviation over the fitted cells. So each scaled
+regression has its own ZZᵀ. A shared matrix K, scaled by the standard deviations over all cells, is used in
+its place. The dual coefficients a are first fitted with K alone. Then each round corrects the error of K:
 
-1. computes the offsets (ZZᵀ - K) a / λ, which are what K leaves out of the logits;
-2. fits the dual coefficients again, with these offsets added to the logits;
-3. finishes the regression if no offset changed by more than OFFSET_TOLERANCE since the last round.
+1. It computes the offsets (ZZᵀ - K) a / λ, the difference between the true logits and those with K.
+2. It fits the dual coefficients again, with these offsets added to the logits.
+3. It finishes a regression if no offset has changed by more than OFFSET_TOLERANCE since the last round.
 
 The result does not depend on K.
 """
@@ -28,37 +29,41 @@ from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.newton import DualVector, Search, Unwhitened
 from cellmill.evaluate.features.products import CellProducts, compute_scales
 
-MAX_ROUNDS = 12  # rounds with K, after which the regression is left to `fit_dual_coefs`
-OFFSET_TOLERANCE = 1e-3  # largest change of an offset by the last round
-MAX_STACKED_CLASSES = 256  # classes of all regressions that take steps together
+MAX_ROUNDS = 12  # a regression that is not finished after this many rounds has no result
+OFFSET_TOLERANCE = (
+    1e-3  # an offset of a finished regression changed by at most this in the last round
+)
+MAX_STACKED_CLASSES = 256  # at most this many classes, of all regressions that take steps together
 ByRegression = dict[int, np.ndarray]
-"""An array of each regression, by its index in the list: dual coefficients, logits, or one value per gene."""
+"""An array by the index of a regression: dual coefficients, logits, or a value of each gene."""
 
 
 @dataclass(frozen=True)
 class FoldRegression:
-    """A regression that reads some of the cells."""
+    """A regression that is fitted on some of the cells."""
 
     cells: np.ndarray  # indices of the fitted cells
-    targets: np.ndarray  # one-hot, `(classes, fitted cells)`
+    targets: np.ndarray  # (classes, fitted cells): 1 for the class of a cell, else 0
 
     @property
     def penalty(self) -> float:
+        """The penalty λ."""
         return newton.compute_penalty(*self.targets.shape)
 
 
 def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
-    """Fit to `features`, `(cells, width)`, and a constant feature of 1. Return the dual coefficients
-    a, `(classes, cells)`.
+    """Fit one regression to `features`, `(cells, width)`, and to an added feature that is always 1.
 
-    `features` are sparse, or dense if they are small. `targets` are one-hot, `(classes, cells)`.
+    `features` are sparse, or dense if they are small. `targets`, `(classes, cells)`, are 1 for the class of
+    a cell, else 0. Returns the dual coefficients, `(classes, cells)`.
     """
-    n = targets.shape[1]
+    n_cells = targets.shape[1]
     penalty = newton.compute_penalty(*targets.shape)
+    # the products of cells are stored if they are a smaller matrix than the dense features
     products = None
-    if isinstance(features, np.ndarray) and n <= features.shape[1]:
+    if isinstance(features, np.ndarray) and n_cells <= features.shape[1]:
         products = features @ features.T
-        products += 1
+        products += 1  # the product of the added features
 
     def compute_logits(dual_coefs: np.ndarray, out: np.ndarray) -> None:
         if products is None:
@@ -75,12 +80,12 @@ def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
 def fit_folds(
     products: CellProducts, regressions: Sequence[FoldRegression], is_scaled: bool
 ) -> ByRegression:
-    """Logits of all cells, `(classes, cells)` float64, by each regression. If `is_scaled`, each gene is
-    divided by its standard deviation over the regression's cells.
+    """Fit `regressions`, and return the logits of all cells by each of them, `(classes, cells)` float64.
 
-    Leaves out regressions whose rounds do not converge.
+    If `is_scaled`, each gene is divided by its standard deviation over the fitted cells of a regression.
+    The result has no entry for a regression with rounds that do not converge.
     """
-    # initial coefficients of the regressions that take their steps together
+    # groups of regressions that take their steps together, each with its initial dual coefficients
     groups: list[ByRegression] = []
     n_stacked = 0
     for index, regression in enumerate(regressions):
@@ -98,7 +103,7 @@ def fit_folds(
 
 
 class _SharedSolver:
-    """Fits regressions together, by products of cells that they share."""
+    """Fits regressions together, by a matrix of products that all of them share."""
 
     def __init__(
         self, products: CellProducts, regressions: Sequence[FoldRegression], is_scaled: bool
@@ -106,20 +111,21 @@ class _SharedSolver:
         self.regressions = regressions
         self.profiles = products.profiles
         self.is_scaled = is_scaled
-        # `(n, n)`: the module's ZZᵀ, or K if the regressions are scaled
+        # (cells, cells): ZZᵀ, or K if the regressions are scaled
         self.shared = products.scaled if is_scaled else products.plain
 
     def solve(self, initial_coefs: ByRegression) -> ByRegression:
-        """Logits of all cells by the regressions in `initial_coefs`."""
+        """Fit the regressions in `initial_coefs`, and return the logits of all cells."""
         dual_coefs = self._search(initial_coefs, {})
         if self.is_scaled:
             return self._run_rounds(dual_coefs)
         return self._shared_logits(dual_coefs)
 
     def _run_rounds(self, pending: ByRegression) -> ByRegression:
-        """Logits of all cells by the scaled regressions that finish within MAX_ROUNDS (see the module).
+        """Run the rounds of scaled regressions, and return the logits of all cells.
 
-        `pending` are dual coefficients fitted with K alone.
+        `pending` are dual coefficients that were fitted with K alone. The docstring of this module has the
+        steps of a round. The result has the regressions that finish within MAX_ROUNDS.
         """
         inverse_variances = self._invert_variances(sorted(pending))
         offsets = {index: np.zeros_like(coefs) for index, coefs in pending.items()}
@@ -128,12 +134,14 @@ class _SharedSolver:
             if not pending:
                 break
             previous = offsets
+            # step 1: offsets of the fitted cells
             exact = self._own_scale_logits(pending, inverse_variances)
             approximate = self._shared_logits(pending)
             offsets = {
                 index: (exact[index] - approximate[index])[:, self.regressions[index].cells]
                 for index in pending
             }
+            # steps 2 and 3
             dual_coefs = self._search(pending, offsets)
             pending = {}
             for index, coefs in dual_coefs.items():
@@ -142,7 +150,11 @@ class _SharedSolver:
         return self._own_scale_logits(finished, inverse_variances) if finished else {}
 
     def _search(self, initial_coefs: ByRegression, offsets: ByRegression) -> ByRegression:
-        """Dual coefficients at the optima by the shared matrix, with `offsets` added to the logits."""
+        """Search for the optima with the shared matrix, and with `offsets` added to the logits.
+
+        Returns the dual coefficients at the optima. All searches run at once, so that one product serves
+        all of them.
+        """
         searches: dict[int, Search] = {}
         for index, start in initial_coefs.items():
             targets = self.regressions[index].targets
@@ -162,7 +174,7 @@ class _SharedSolver:
         return optima
 
     def _write_fitted_logits(self, vectors: dict[int, DualVector]) -> None:
-        """Write the logits of vectors that searches wait for (`newton.Search`), in one product."""
+        """Compute the logits that searches wait for (`newton.Search`), in one product."""
         dual_coefs = {index: vector.dual_coefs for index, vector in vectors.items()}
         products = self._stack(dual_coefs) @ self.shared
         for index, class_rows in _split(dual_coefs, products):
@@ -173,28 +185,29 @@ class _SharedSolver:
             logits /= regression.penalty
 
     def _shared_logits(self, dual_coefs: ByRegression) -> ByRegression:
-        """Logits of all cells, by the shared matrix."""
+        """Compute the logits of all cells with the shared matrix."""
         return self._add_intercepts(dual_coefs, self._stack(dual_coefs) @ self.shared)
 
     def _own_scale_logits(
         self, dual_coefs: ByRegression, inverse_variances: ByRegression
     ) -> ByRegression:
-        """Logits of all cells, by each regression's own ZZᵀ."""
+        """Compute the logits of all cells with the own ZZᵀ of each scaled regression."""
         coefficients = self.profiles.T @ np.ascontiguousarray(self._stack(dual_coefs).T)
         for index, class_rows in _split(dual_coefs, coefficients.T):
             class_rows *= inverse_variances[index]
         return self._add_intercepts(dual_coefs, (self.profiles @ coefficients).T)
 
     def _invert_variances(self, indices: Sequence[int]) -> ByRegression:
-        """1 / variance of each gene over the cells of each regression, `(genes,)`."""
+        """Compute 1 / variance of each gene over the fitted cells of each regression, `(genes,)`."""
         is_fitted = np.zeros((len(indices), self.profiles.shape[0]))
         for row, index in zip(is_fitted, indices):
             row[self.regressions[index].cells] = 1
         return dict(zip(indices, compute_scales(self.profiles, is_fitted) ** -2.0))
 
     def _stack(self, dual_coefs: ByRegression) -> np.ndarray:
-        """Dual coefficients of all regressions, `(classes of all, cells)`; 0 for cells that a regression
-        does not read.
+        """Stack the dual coefficients of all regressions, `(classes of all, cells)`.
+
+        Cells that a regression does not read have 0.
         """
         n_classes = sum(map(len, dual_coefs.values()))
         stacked = np.zeros((n_classes, self.profiles.shape[0]), self.shared.dtype)
@@ -203,7 +216,7 @@ class _SharedSolver:
         return stacked
 
     def _add_intercepts(self, dual_coefs: ByRegression, products: np.ndarray) -> ByRegression:
-        """Logits from the products of the cells with the dual coefficients."""
+        """Turn `products`, of the cells with stacked dual coefficients, into logits with intercepts."""
         logits: ByRegression = {}
         for index, class_rows in _split(dual_coefs, products):
             intercept_part = dual_coefs[index].sum(1, keepdims=True)
@@ -212,7 +225,7 @@ class _SharedSolver:
 
 
 def _split(dual_coefs: ByRegression, stacked: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows of `stacked`, `(classes of all, ...)`, that belong to each regression."""
+    """Yield each regression, and its rows of `stacked`, `(classes of all, ...)`."""
     start = 0
     for index, classes in dual_coefs.items():
         stop = start + len(classes)

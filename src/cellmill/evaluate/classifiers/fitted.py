@@ -1,8 +1,9 @@
 """Classifiers that are fitted on every kind of features.
 
-Each kind of features gets nearest neighbours, and logistic regression (`logistic.py`) on standardised
-and on unchanged features. Standardising raises the weight of small principal components, which helps
-or hurts, depending on the number of cells. Genes by rank get only the standardised regression.
+Each kind of features gets three classifiers: nearest neighbours, and a logistic regression (`logistic.py`)
+on standardised and on unchanged features. Standardising gives small principal components more weight,
+which helps or hurts, depending on the number of cells. Ranked genes get only the regression on
+standardised features.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,25 +35,30 @@ from cellmill.evaluate.splits import Fold
 from cellmill.evaluate.task import Context
 from cellmill.runs.results import ScoredMethod
 
-COMPARED = 512  # cells compared with all fitted cells at once
-# libraries with threads; finding them takes longer than many fits
+COMPARED = 512  # at most this many cells are compared with all fitted cells at once
+# Libraries that compute with threads. They are looked up once, because a look-up takes longer than a
+# small fit.
 _threaded_libraries = cache(ThreadpoolController)
 
 
 class NearestCells:
-    """Predicts the most frequent class of the nearest fitted cells, by Euclidean distance; the
-    first of equally frequent classes.
+    """Classifier that predicts the most frequent class among the nearest fitted cells.
+
+    The distance is Euclidean. Of equally frequent classes, the first one is predicted.
     """
 
     def __init__(self, neighbors: int) -> None:
         self.neighbors = neighbors
 
     def __repr__(self) -> str:
-        """Part of the key of a cached prediction, with all options."""
+        """Text with all options, which is a part of the key of a cached prediction."""
         return f"NearestCells({self.neighbors})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:
-        """Keep `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`."""
+        """Keep the fitted cells: their `features`, `(cells, width)`, and `labels`, `(cells,)`.
+
+        Features are dense, sparse, or `SharedCells`.
+        """
         self.classes, class_of_cell = np.unique(labels, return_inverse=True)
         self._votes = np.eye(len(self.classes))[class_of_cell]  # (cells, classes)
         self._shared = features if isinstance(features, SharedCells) else None
@@ -65,7 +71,7 @@ class NearestCells:
         return self
 
     def predict(self, features: Any) -> np.ndarray:
-        """The class of each cell, `(cells,)`, of features `(cells, width)`."""
+        """Predict the class of each cell, `(cells,)`, from `features`, `(cells, width)`."""
         class_ids = []
         for start in range(0, features.shape[0], COMPARED):
             block = features[start : start + COMPARED]
@@ -75,7 +81,8 @@ class NearestCells:
                 products = block.astype(np.float64) @ self._transposed  # (block, fitted cells)
             if sp.issparse(products):
                 products = products.toarray()
-            # squared distances without the cell's own square, which is the same for all
+            # The squared distance of cells x and y is x·x - 2 x·y + y·y. Here x·x is left out, because
+            # it does not change which fitted cells y are nearest to x.
             distances = self._squares - 2 * products
             nearest = distances.argpartition(self.neighbors - 1, axis=1)[:, : self.neighbors]
             class_ids.append(self._votes[nearest].sum(1).argmax(1))
@@ -83,7 +90,7 @@ class NearestCells:
 
 
 def make_classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str, Any]:
-    """Unfitted classifiers by name, and the classifiers of installed packages."""
+    """Make unfitted classifiers by name: the built-in ones, and the classifiers `installed` by name."""
     return {
         REGRESSION: LogisticRegression(standardised=True),
         UNSCALED_REGRESSION: LogisticRegression(standardised=False),
@@ -94,8 +101,9 @@ def make_classifiers(neighbors: int, installed: Iterable[str] = ()) -> dict[str,
 
 @contextmanager
 def without_overhead() -> Iterator[None]:
-    """Fit and predict without threads and scikit-learn's checks, which would take longer than the
-    work itself.
+    """Fit and predict without threads, and without scikit-learn's checks.
+
+    For small problems, threads and checks take longer than the work itself.
     """
     with (
         _threaded_libraries().limit(limits=1),
@@ -107,10 +115,10 @@ def without_overhead() -> Iterator[None]:
 def make_cached_classifiers(
     features: Features, labels: np.ndarray, neighbors: int, context: Context
 ) -> dict[ScoredMethod, CachedClassifiers]:
-    """Classifiers by features, `(cells, width)` each, dense or sparse. A classifier is fitted when it is
-    first asked for a prediction that is not known.
+    """Make the classifiers for each kind of `features`, `(cells, width)`, dense or sparse.
 
-    Predictions of other packages' classifiers are never saved, because their code may change.
+    A classifier is fitted when a prediction is not known yet. Predictions by classifiers of other packages
+    are never saved, because the code of these packages may change.
     """
     saved = context.prediction_cache.predictions
     unsaved = context.prediction_cache.unsaved_predictions
@@ -120,7 +128,7 @@ def make_cached_classifiers(
         classifiers = make_classifiers(min(neighbors, len(labels)), installed)
         if method == RANKED:
             classifiers = {REGRESSION: classifiers[REGRESSION]}
-        # no other run has features by a network
+        # features of a network are those of one model, so no other evaluation could read the predictions
         known = saved if method.network is None else unsaved
         known_by_name = dict.fromkeys(classifiers, known) | dict.fromkeys(installed, unsaved)
         by_features[method] = CachedClassifiers(known_by_name, classifiers, values, labels)
@@ -134,20 +142,24 @@ def precompute_folds(
     known: dict[str, np.ndarray],
     names: Iterable[str] = (REGRESSION, UNSCALED_REGRESSION),
 ) -> None:
-    """Fill `known`, a cache of predictions by key, where `CachedClassifiers` finds them: fit the large
-    regressions on `shared` features together for all folds.
+    """Fit the large regressions of all folds together, and put their predictions into `known`.
 
-    A regression is large if it has no more cells than genes and is not a small problem.
+    `known` are predictions by key, where `CachedClassifiers` will find them. `shared` are the features of
+    all cells, and `labels`, `(cells,)`, their classes. A regression is large if it has no more cells than
+    genes, and is not a small problem (`is_small_problem`).
     """
     for name in names:
         classifier = LogisticRegression(standardised=name == REGRESSION)
+
+        # list the large regressions with predictions that are not known
         regressions: list[FoldRegression] = []
-        tested: list[tuple[str, np.ndarray, np.ndarray]] = []  # key, cells, classes
+        # of each regression: key of its predictions, tested cells, and names of its classes
+        tested: list[tuple[str, np.ndarray, np.ndarray]] = []
         for fold in folds:
             fitted = shared[fold.fitted]
             fitted_labels = labels[fold.fitted]
-            n, width = fitted.shape
-            if n > width or is_small_problem(fitted.shape):
+            n_cells, n_genes = fitted.shape
+            if n_cells > n_genes or is_small_problem(fitted.shape):
                 continue
             cached = CachedClassifiers({name: known}, {name: classifier}, fitted, fitted_labels)
             key = cached.keys(shared[fold.tested])[name]
@@ -157,17 +169,20 @@ def precompute_folds(
                 regressions.append(FoldRegression(fitted.rows, targets))
                 tested.append((key, shared.rows[fold.tested], classes))
         if not regressions:
-            continue  # without the products of the cells
+            continue  # so the products of the cells are not computed
+
+        # fit all of them together
         with report_early_stop(name, shared.shape[1]):
             logits = fit_folds(shared.source, regressions, classifier.standardised)
-        shared.source.forget_scaled()  # before the products of the next name fill as much memory
+        # the products for the next name need as much memory
+        shared.source.forget_scaled()
         for number, fold_logits in logits.items():
             key, cells, classes = tested[number]
             known[key] = classes[fold_logits[:, cells].argmax(0)]
 
 
 def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Features) -> ByMethod:
-    """Predicted classes, text `(cells,)`, by features and classifier."""
+    """Predict the classes of cells, `(cells,)` text, by each method: features with a classifier."""
     predicted = {}
     for method, classifiers in fitted.items():
         for name, classes in classifiers.predict(features[method]).items():
@@ -175,9 +190,10 @@ def predict_all(fitted: Mapping[ScoredMethod, CachedClassifiers], features: Feat
     return predicted
 
 
-def predict_majority(labels: np.ndarray, n: int) -> np.ndarray:
-    """The largest class of the fitted `labels`, or the first of equally large classes, for each of
-    `n` cells: text `(n,)`.
+def predict_majority(labels: np.ndarray, n_cells: int) -> np.ndarray:
+    """Predict the largest class of the fitted `labels` for each of `n_cells` cells, `(n_cells,)` text.
+
+    Of equally large classes, the first one is predicted.
     """
     classes, sizes = np.unique(labels, return_counts=True)
-    return np.full(n, classes[sizes.argmax()])
+    return np.full(n_cells, classes[sizes.argmax()])

@@ -1,11 +1,11 @@
 """Multinomial logistic regression with the objective of scikit-learn, minimised in less time.
 
-The objective is scikit-learn's with C = 1: the mean cross-entropy of n cells plus λ |w|² / 2, with λ
-by `newton.compute_penalty`. For sparse features w includes the intercepts, so their optimum is not
-scikit-learn's.
+The objective is that of scikit-learn with C = 1: the mean cross-entropy of the cells plus λ |w|² / 2, for
+coefficients w. `newton.compute_penalty` has λ. For sparse features, w includes the intercepts, so the
+optimum differs from scikit-learn's.
 
-`newton.py` fits small dense features, scikit-learn other dense features, and `dual.fit_dual_coefs`
-all sparse features.
+There are three ways to fit. `newton.py` fits small dense features. scikit-learn fits large dense
+features. `dual.fit_dual_coefs` fits all sparse features.
 """
 
 import math
@@ -21,44 +21,48 @@ from cellmill.evaluate.classifiers import newton
 from cellmill.evaluate.classifiers.dual import fit_dual_coefs
 from cellmill.evaluate.features.products import SharedCells, compute_scale, divide_genes
 
-# bounds of `is_small_problem`: the smaller dimension, and all values (256 MiB)
+# A small problem has at most MAX_DENSE_SIDE cells or features, whichever is fewer, and at most
+# MAX_DENSE_VALUES values (256 MiB of float64).
 MAX_DENSE_SIDE = 2048
 MAX_DENSE_VALUES = 2**25
-# variance of a dense feature relative to its squared mean, below which it is constant: rounding
-# errors of centred float64 values are below 1e-24
+# A dense feature is constant if its variance, divided by its squared mean, is at most this. Rounding
+# errors of centred float64 values make it less than 1e-24.
 NO_CENTRED_VARIANCE = 1e-20
 
 
 class Solution(NamedTuple):
-    """Coefficients, `(width, classes)`, and intercepts, `(classes,)`."""
+    """Optimum of a regression."""
 
-    coefficients: np.ndarray
-    intercepts: np.ndarray
+    coefficients: np.ndarray  # (width, classes)
+    intercepts: np.ndarray  # (classes,)
 
 
 class LogisticRegression:
-    """Fitted on features as they are or, if `standardised`, on those divided by their standard
-    deviations.
+    """Logistic regression on unchanged features, or on standardised features.
 
-    The intercept of dense features has no penalty, as in scikit-learn. Sparse features are not
-    centred, and their intercept has the penalty of a coefficient: large intercepts would decide on cells
-    with fewer counts than the fitted cells. (scikit-learn's solvers stop before they reach such
-    intercepts, but only at its default tolerance.)
+    If `standardised`, each feature is divided by its standard deviation over the fitted cells.
+
+    The intercepts of dense features have no penalty, as in scikit-learn. Sparse features are not centred,
+    and their intercepts have the penalty of coefficients. Without a penalty, the intercepts would be large
+    and would decide the class of cells with fewer counts than the fitted cells. (scikit-learn's solvers
+    stop before they reach such intercepts, but only at its default tolerance.)
     """
 
     def __init__(self, *, standardised: bool) -> None:
         self.standardised = standardised
 
     def __repr__(self) -> str:
-        """Part of the key of a cached prediction, which has the constants of the algorithm too."""
+        """Text with all options, which is a part of the key of a cached prediction.
+
+        The key also has the constants of the algorithm.
+        """
         return f"LogisticRegression(standardised={self.standardised})"
 
     def fit(self, features: Any, labels: np.ndarray) -> Self:
-        """Fit on `features`, `(cells, width)`, dense or sparse, and `labels`, `(cells,)`, of two
-        classes or more.
+        """Fit to `features`, `(cells, width)`, and `labels`, `(cells,)`, of two classes or more.
 
-        Warns by ConvergenceWarning if it stops before it converged. Raises DataError for a feature that
-        is not finite.
+        Features are dense, sparse, or `SharedCells`. A fit that stops before it has converged warns with a
+        ConvergenceWarning. Raises DataError for a feature that is not finite.
         """
         self.classes, class_of_cell = np.unique(labels, return_inverse=True)
         values = features.matrix if isinstance(features, SharedCells) else features
@@ -83,32 +87,38 @@ class LogisticRegression:
             scale = np.sqrt(np.where(is_scaled, variance, 1))
             values /= scale
             fitted = _fit_dense(values, class_of_cell, is_small)
-            # coefficients of the unscaled features
+            # turn the coefficients of scaled, centred features into those of the features as given
             self.coefficients = fitted.coefficients / scale[:, None]
             self.intercepts = fitted.intercepts - mean @ self.coefficients
         return self
 
     def predict(self, features: Any) -> np.ndarray:
-        """The class of highest probability of each cell, `(cells,)`, of features `(cells, width)`."""
+        """Predict the most probable class of each cell, `(cells,)`, from `features`, `(cells, width)`."""
         coefficients = self.coefficients
         if isinstance(features, SharedCells):
             features = features.matrix
-            coefficients = coefficients.astype(features.dtype)  # or the features would be copied
+            # with coefficients of another dtype, the product would copy the features
+            coefficients = coefficients.astype(features.dtype)
         return self.classes[(features @ coefficients + self.intercepts).argmax(1)]
 
 
 def is_small_problem(shape: tuple[int, int]) -> bool:
-    """True if sparse features of this shape, `(cells, width)`, are fitted as a dense copy, and dense
-    ones by `newton.py`.
+    """True if features of this shape, `(cells, width)`, are small.
+
+    `newton.py` fits small dense features. Small sparse features are fitted as a dense copy.
     """
     return min(shape) <= MAX_DENSE_SIDE and math.prod(shape) <= MAX_DENSE_VALUES
 
 
 def _fit_dense(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) -> Solution:
-    """Fit to centred dense `features`: by `newton.py` if they are small, else by scikit-learn."""
+    """Fit to centred dense `features`: small ones by `newton.py`, other ones by scikit-learn.
+
+    scikit-learn also fits small features if `newton.py` fails, because the scales of features differ by
+    more than about 1e4.
+    """
     n_classes = class_of_cell.max() + 1
     if is_small:
-        with suppress(LinAlgError):  # raised if scales differ by more than about 1e4
+        with suppress(LinAlgError):
             penalty = newton.compute_penalty(n_classes, len(features))
             whitening = newton.whiten(features, penalty)
             search = newton.search_optimum(whitening, np.eye(n_classes)[:, class_of_cell])
@@ -117,5 +127,6 @@ def _fit_dense(features: np.ndarray, class_of_cell: np.ndarray, is_small: bool) 
             return Solution(whitening.unwhiten(dual_coefs), intercepts)
     model = linear_model.LogisticRegression(solver="newton-cg", max_iter=1000)
     model.fit(features, class_of_cell)
-    sign = [-0.5, 0.5] if n_classes == 2 else 1.0  # two classes have one logit
-    return Solution(model.coef_.T * sign, model.intercept_ * sign)
+    # scikit-learn has one logit for two classes, which is divided here into a logit for each class
+    factors = [-0.5, 0.5] if n_classes == 2 else 1.0
+    return Solution(model.coef_.T * factors, model.intercept_ * factors)
