@@ -201,10 +201,10 @@ def _advise_on_baseline(outcomes: Sequence[str]) -> str | None:
 
 
 def _advise_next_step(run: ReportedRun, outcomes: Sequence[str]) -> str:
-    """The least urgent advice. There is always one.
+    """The least urgent advice, which every run gets if no other rule applies.
 
-    It is to finish the run, to let a task compare it with a baseline, or to repeat it with other
-    seeds.
+    The advice is to finish the run, to name the columns that its tasks need, or to repeat the run
+    with other seeds.
     """
     if run.evaluation is None:
         return "run the workflow to its end: the run has no result yet"

@@ -266,8 +266,8 @@ def summarise_behind(runs: Sequence[ReportedRun]) -> list[tuple[str, str]]:
     """List (name of the run, sentence) that say where runs are behind.
 
     First comes a sentence for each run and dataset on which the run is behind a best baseline. Then
-    come tasks that have no verdict against a best baseline. Of these tasks, each verdict "behind"
-    against another method is a sentence.
+    come the tasks that have no verdict against a best baseline. For such a task, there is a sentence
+    for each verdict "behind".
     """
     summaries = []
     further_sentences = []

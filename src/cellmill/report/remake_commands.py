@@ -40,9 +40,9 @@ def list_remake_commands(kind: str, folder: Path) -> dict[str, str]:
 
     `kind` is a key of FILES_BY_KIND. The workflow has the folder in results/<kind>.
 
-    With `--force`, Snakemake runs a stage again although its file exists. A training runs again only
-    if its folder is gone. So its command first moves the folder to a name with the time. No weights
-    are lost.
+    With `--force`, Snakemake runs a stage again although its file exists. But a training runs again
+    only if its folder is gone. So the command for a training first renames the folder. The new name
+    ends in the time, so no weights are lost.
     """
     results_folder = Path("results", kind, find_folder_name(folder))
     train = shlex.quote(f"{results_folder}/train")

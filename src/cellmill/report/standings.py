@@ -18,9 +18,9 @@ from cellmill.runs.results import DatasetResult, Outcome, Row, TaskResult, Verdi
 class Standing:
     """How a run stands on one dataset, by its best row in one task and its verdicts in all tasks.
 
-    The task by which the run is judged is task probe if all runs of the dataset have a score in it.
-    Otherwise it is the first task in which all runs have a score. If the runs share no task, it is
-    the run's own probe, or else the first task in which the run has a score.
+    The run is judged by task probe if all runs of the dataset have a score in probe. Otherwise the
+    run is judged by the first task in which all runs have a score. If the runs share no task, the
+    run is judged by its own probe, or else by the first task in which it has a score.
     """
 
     run: ReportedRun

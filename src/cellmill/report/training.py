@@ -126,7 +126,11 @@ def compare_with_plan(run: ReportedRun) -> list[ComparedQuantity]:
 
 
 def _summarise_log(run: ReportedRun) -> dict[str, float | None]:
-    """Summarise metrics.jsonl: quantities over all its lines, or in the last validation, by name."""
+    """Summarise metrics.jsonl. Return a value for each quantity, by the name of the quantity.
+
+    The speed is the highest of all lines, and the time of waiting is the mean of all lines. All
+    other quantities are from the last validation. A value is None if no line has the quantity.
+    """
     waits = _list_logged_values(run, "data_wait_frac")
     mean_wait = sum(waits) / len(waits) if waits else None
     quantities = {

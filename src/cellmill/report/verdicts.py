@@ -13,8 +13,8 @@ WHOLE_CELL_METRICS = {
 """The metric that is the accuracy on whole cells, by task that measures this accuracy.
 
 Whole cells are cells with all their counts and genes. Tasks `low_depth` and `missing_genes` measure
-the accuracy on fewer cells than `probe`. Only one of the three verdicts counts. It is the verdict of
-`probe`, or without `probe` the verdict of the first of these tasks in the file.
+the accuracy on fewer cells than `probe`. Only one of the three verdicts counts: the verdict of
+`probe`. If `probe` has no such verdict, the verdict of the task that comes first counts.
 """
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from cellmill.report.drawing.chart import Chart, read_template, to_five_digits
 from cellmill.report.text import with_noun
 
-TAILS_FRAC = 0.005  # fraction of cells, both ends of a histogram together, that it does not draw
+TAILS_FRAC = 0.005  # a histogram does not draw this fraction of cells, half of it at each end
 
 
 def make_histogram_chart(
@@ -23,7 +23,7 @@ def make_histogram_chart(
     (bins + 1,), in ascending order. The x axis is logarithmic if all edges are positive.
 
     Only the bins of the central 99.5 % of cells are drawn, because a single outlier would squeeze
-    all other bins. The title of the x axis says how many cells are not drawn.
+    the other bins. The title of the x axis says how many cells are not drawn.
     """
     # A bin is drawn if it has a cell that is in neither tail. Each tail has at most n_in_tail cells.
     n_up_to_bin = np.cumsum(before_qc)  # (bins,), cells in the bin and in all bins to its left

@@ -25,11 +25,11 @@ def draw_png(svg: str, scale: float) -> bytes:
 def shrink_png(png: bytes) -> bytes:
     """Encode a 32-bit PNG again, with a palette.
 
-    The palette has the MAX_COLOURS most frequent colours. Every other colour becomes the nearest of
-    these. Colours first lose the lower 4 of the 8 bits of each channel. The PNG is returned
-    unchanged if the filter of one of its lines is not SUB_FILTER.
+    Each channel of a colour is rounded down to 4 bits. The palette has the MAX_COLOURS most frequent
+    colours. Every other colour becomes the nearest colour of the palette. The PNG is returned
+    unchanged if one of its lines has another filter than SUB_FILTER.
     """
-    # read the lines of pixels from the chunks; width and height are at fixed places of the first one
+    # read the lines of pixels; the width and height are at fixed places of the first chunk
     width, height = struct.unpack(">II", png[16:24])
     compressed = b"".join(data for kind, data in _iterate_chunks(png) if kind == b"IDAT")
     content = np.frombuffer(zlib.decompress(compressed), np.uint8)

@@ -9,7 +9,10 @@ from cellmill.report.drawing.chart import Spec
 WITHOUT_EFFECT = re.compile(
     r' (?:aria-[a-z]+|role|class|pointer-events)="[^"]*"| opacity="1"| d=""'
 )
-"""Attributes that change no pixel: only pointers and screen readers use them, or they are a default."""
+"""Attributes that change no pixel.
+
+Only pointers and screen readers use these attributes, or the value is the default.
+"""
 LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?:e-\d+)?")
 """A number with at least three decimals."""
 
@@ -17,8 +20,9 @@ LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?:e-\d+)?")
 def draw_svg(spec: Spec, chart_index: int) -> str:
     """Draw chart `chart_index` of a page as a standalone SVG. `spec` contains the data."""
     svg = vl_convert.vegalite_to_svg(drop_selections(spec))
-    # vl-convert counts ids over the whole process. Number them within this chart, so that equal
-    # charts give equal pictures. The index of the chart keeps ids unique on the page.
+    # vl-convert numbers the ids of all charts that a process draws. Number the ids of this chart
+    # anew, so that equal charts give equal pictures. The index of the chart keeps ids unique on the
+    # page.
     old_ids = dict.fromkeys(re.findall(r'id="((?:clip|gradient)[\w-]*)"', svg))
     new_ids = {old: f"f{chart_index}-{index}" for index, old in enumerate(old_ids)}
     # an id is defined by id="…", and used by url(#…) or href="#…"

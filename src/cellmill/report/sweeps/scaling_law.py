@@ -52,7 +52,7 @@ class NoLaw:
     """Result of a fit to losses that support no power law."""
 
     is_fitted: ClassVar[bool] = False
-    reason: str  # why they support no law
+    reason: str  # why the losses support no power law
 
 
 def fit_law(sizes: Sequence[float], losses: Sequence[float]) -> Law | NoLaw:
@@ -106,7 +106,8 @@ def _bootstrap_interval(
     exponents: list[float] = []
     while len(exponents) < BOOTSTRAPS:
         runs = generator.integers(len(size), size=len(size))
-        # a draw with fewer than three sizes is repeated: it cannot determine three parameters
+        # a draw with fewer than three sizes does not count, because it cannot determine the three
+        # parameters of the law
         if len(np.unique(size[runs])) >= MIN_SIZES - 1:
             _, _, exponent = _fit(size[runs], loss[runs], [fitted])
             exponents.append(float(exponent))
