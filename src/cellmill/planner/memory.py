@@ -1,21 +1,23 @@
 """Peak memory of a training process, by what takes it.
 
 Stored weights, the gradients of a whole step and the optimizer's state are float32 in every
-precision. In 16 bits, FSDP2 computes with activations, gathered weights and gradients of 2 bytes per
-element. Without FSDP2, autocast keeps some activations and all gradients in float32.
+precision. In a precision of 16 bits, FSDP2 computes with activations, gathered weights and gradients of
+2 bytes per element. Without FSDP2, autocast keeps some activations and all gradients in float32.
 
 The peak is at one of four moments of a step:
 
-- The backward pass begins: all activations are allocated, and the gradients of one block.
-- The backward pass has reached the first block: gradients of all blocks are allocated. A pipeline
-  is never at its peak then, since the second micro-batch's backward pass begins with all gradients and
-  more activations. A second copy of the gradients, of several micro-batches or of
-  DistributedDataParallel's buckets, is counted only at the beginning: with one, the peak is there.
-- FSDP2 reduces the last gradients.
-- The optimizer has copies of all matrices of the blocks, as muon; adamw has none.
+1. The backward pass begins. All activations are allocated, and the gradients of one block.
+2. The backward pass has reached the first block. The gradients of all blocks are allocated.
+3. FSDP2 reduces the last gradients.
+4. The optimizer makes its step. muon has copies of all matrices of the blocks then; adamw has none.
 
-The framework's own memory (about 1 GB with CUDA and NCCL) belongs to the fraction that
-`plan.memory_frac` leaves free.
+Two cases never have their peak at moment 2, so it leaves them out. In a pipeline, the second
+micro-batch's backward pass begins with all gradients and with more activations. Several micro-batches, or
+the buckets of DistributedDataParallel, need a second copy of all gradients, which is allocated already at
+moment 1.
+
+The framework's own memory is not counted: about 1 GB with CUDA and NCCL. It fits into the fraction of
+memory that `plan.memory_frac` leaves free.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -31,10 +33,10 @@ from cellmill.planner.schedules import list_splits
 from cellmill.planner.step_counts import CorpusSize, count_steps
 from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 
-# Mean bytes of an element that autocast keeps for the backward pass: the residual stream and inputs
-# of norms stay float32. It was 2.3 when measured on a CPU; the rest is a margin.
+# Mean bytes of an element that autocast keeps for the backward pass. It is above 2, since the residual
+# stream and the inputs of norms stay float32. 2.3 bytes were measured on a CPU; the rest is a margin.
 AUTOCAST_BYTES = 2.5
-# printed names of the fields of `Memory`, where they differ
+# printed names of those fields of `Memory` that are not printed by their own name
 PRINTED_NAMES = {
     "optimizer": "optimizer state",
     "average": "average of the weights",
@@ -47,18 +49,19 @@ PRINTED_NAMES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak bytes of one process."""
+    """Bytes of one process at its peak, by what takes them."""
 
-    parameters: int = 0  # this rank's shard, and all buffers
-    # this rank's shard, gradients accumulated over micro-batches, and gradients being computed
+    parameters: int = 0  # this rank's shard of the weights, and all buffers
+    # this rank's shard of the gradients, gradients that several micro-batches accumulate, and gradients
+    # that the backward pass is computing
     gradients: int = 0
-    optimizer: int = 0  # its state, such as both moments of AdamW
+    optimizer: int = 0  # state of the optimizer, such as both moments of AdamW
     average: int = 0  # average of the trained weights, with train.ema_decay
     gathered: int = 0  # full weights, gathered for a forward or backward pass, or cast by autocast
     communication: int = 0  # gradients in a reduce-scatter
     optimizer_step: int = 0  # copies of matrices that the optimizer's step allocates
     pipeline: int = 0  # receive buffers of a pipeline for all micro-batches of a step
-    # kept for the backward pass, and the workspace of one block's backward pass
+    # activations that are kept for the backward pass, and the workspace of one block's backward pass
     activations: int = 0
     # workspace of the part after the blocks: mostly logits and their gradient, and with a chunked loss
     # the gradient of the output table
@@ -69,7 +72,7 @@ class Memory:
         return sum(asdict(self).values())
 
     def list_by_size(self) -> list[tuple[str, int]]:
-        """List the printed name and the bytes of each field above 0, the largest first."""
+        """List the printed name and the bytes of each field, the largest first. Leave out fields of 0."""
         largest_first = sorted(asdict(self).items(), key=lambda field: -field[1])
         return [
             (PRINTED_NAMES.get(name, name), n_bytes) for name, n_bytes in largest_first if n_bytes
@@ -77,14 +80,17 @@ class Memory:
 
 
 def estimate_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Memory:
-    """Estimate the memory of the process that needs the most, in a step of its largest micro-batches."""
+    """Estimate the peak memory of the process that needs the most, in a step of large micro-batches."""
     model = PlannedModel.measure(options, corpus, hardware)
     counts = count_steps(options, corpus, model.layout)
     return estimate_model_memory(model, counts.max_micro_batch, counts.max_micro_batches_per_step)
 
 
 def estimate_model_memory(model: PlannedModel, micro_batch: Load, micro_batches: int) -> Memory:
-    """Estimate the memory of the pipeline rank that needs the most in a step of `micro_batches`."""
+    """Estimate the peak memory of a process of the pipeline rank that needs the most.
+
+    Its step has `micro_batches` micro-batches, each of load `micro_batch`.
+    """
     peaks = [
         estimate_rank_memory(model, pp_rank, micro_batch, micro_batches)
         for pp_rank in range(model.layout.pp)
@@ -95,7 +101,10 @@ def estimate_model_memory(model: PlannedModel, micro_batch: Load, micro_batches:
 def estimate_rank_memory(
     model: PlannedModel, pp_rank: int, micro_batch: Load, micro_batches: int
 ) -> Memory:
-    """Estimate the peak memory of a process of one pipeline rank in a step of `micro_batches`."""
+    """Estimate the peak memory of a process of pipeline rank `pp_rank`.
+
+    Its step has `micro_batches` micro-batches, each of load `micro_batch`.
+    """
     moments = _RankMemory(model, pp_rank, micro_batch, micro_batches)
     peaks = [moments.at_backward_start()]
     if model.layout.pp == 1:
@@ -107,7 +116,7 @@ def estimate_rank_memory(
 
 
 class _RankMemory:
-    """Memory of a process of pipeline rank `pp_rank` at four moments of a step."""
+    """Memory of a process of pipeline rank `pp_rank` at the four moments of a step."""
 
     def __init__(
         self, model: PlannedModel, pp_rank: int, micro_batch: Load, micro_batches: int
@@ -123,14 +132,17 @@ class _RankMemory:
 
     @property
     def _shard_gradient_bytes(self) -> int:
-        """Bytes of the float32 gradients of this rank's shard; full offload keeps them on the host."""
+        """Bytes of the float32 gradients of this rank's shard. Full offload keeps them on the host."""
         if self.parallel.cpu_offload == "full":
             return 0
         return FLOAT32_BYTES * self.model.divide_by_shards(self.totals.trained)
 
     @property
     def _accumulated_bytes(self) -> int:
-        """Bytes of the gradients that FSDP2 keeps from one micro-batch to the next."""
+        """Bytes of the gradients that FSDP2 keeps from one micro-batch to the next.
+
+        FSDP2 keeps its shard of them if it reduces gradients in each micro-batch, and otherwise all.
+        """
         if self.micro_batches == 1:
             return 0
         if self.parallel.reduces_each_micro_batch:
@@ -150,12 +162,15 @@ class _RankMemory:
         average_bytes = 0
         if model.keeps_average and offload != "full":
             average_bytes = FLOAT32_BYTES * trained_shard
+
         pipeline_bytes = 0
         if self.parallel.pp > 1:
-            # each stage receives activations and gradients, except at the ends of the model
+            # For each micro-batch, a stage receives activations and gradients. The first stage of the
+            # model receives no activations, and the last no gradients.
             messages = 2 * len(self.stages) - int(totals.has_begin) - int(totals.has_finish)
             message_bytes = model.count_block_input_bytes(self.micro_batch)
             pipeline_bytes = round(messages * self.micro_batches * message_bytes)
+
         return Memory(
             parameters=FLOAT32_BYTES * (size.buffers + parameters_shard),
             optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
@@ -172,8 +187,8 @@ class _RankMemory:
             logits_bytes = FLOAT32_BYTES * model.size.finish_workspace.estimate(self.micro_batch)
         communication_bytes = 0
         if model.uses_fsdp and self.micro_batches > 1 and self.parallel.reduces_each_micro_batch:
-            # the full gradient of a block, and the shard that a reduce-scatter makes of it, next to
-            # the shards of earlier micro-batches
+            # the full gradient of a block, and the shard that a reduce-scatter makes of it; the shards of
+            # earlier micro-batches are allocated at the same time
             shard = model.divide_by_shards(block.trained)
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
@@ -190,18 +205,18 @@ class _RankMemory:
         block_trained = self.model.size.block.trained
         if self.model.uses_fsdp:
             return self._accumulated_bytes + self.model.element_bytes * block_trained
-        # DistributedDataParallel's buckets are a copy of all gradients, and persist. Gradients that
-        # earlier micro-batches have accumulated are another copy: only the last micro-batch fills the
+        # The buckets of DistributedDataParallel are a copy of all gradients, which persists. Gradients that
+        # earlier micro-batches have accumulated are another copy, since only the last micro-batch fills the
         # buckets.
         copies = int(self.model.layout.dp > 1) + int(self.micro_batches > 1)
-        if copies == 0:  # only the block whose backward pass runs has gradients
+        if copies == 0:  # only the block in its backward pass has gradients
             return FLOAT32_BYTES * block_trained
         return copies * FLOAT32_BYTES * self.totals.trained
 
     def at_first_block(self) -> Memory:
         """Estimate the memory when the backward pass has reached the first block.
 
-        Activations of this block and of the part before it are allocated.
+        Only the activations of this block and of the part before it are still allocated.
         """
         model = self.model
         size = model.size
@@ -216,11 +231,11 @@ class _RankMemory:
         if not model.uses_fsdp:
             gradient_bytes = FLOAT32_BYTES * totals.trained
             return replace(memory, gradients=gradient_bytes, gathered=self._gathered_bytes)
-        # one block is reduced, in float32, while gradients of the part before it are computed
-        gradients_in_computation = totals.outside_trained + block.trained
+        # gradients of one block are reduced, in float32, while gradients of the part before it are computed
+        n_computed = totals.outside_trained + block.trained
         return replace(
             memory,
-            gradients=self._shard_gradient_bytes + model.element_bytes * gradients_in_computation,
+            gradients=self._shard_gradient_bytes + model.element_bytes * n_computed,
             gathered=model.element_bytes * (totals.outside_parameters + block.parameters),
             communication=FLOAT32_BYTES * block.trained,
         )
@@ -228,11 +243,11 @@ class _RankMemory:
     def at_last_reduction(self) -> Memory:
         """Estimate the memory when FSDP2 reduces the last gradients.
 
-        Without a pipeline they belong to the parts outside the blocks; with one, to those parts or to
-        one block, whichever has more.
+        Without a pipeline, the last gradients are those of the parts outside the blocks. With a pipeline,
+        they are those of the parts outside the blocks or of one block, whichever are more.
         """
         totals = self.totals
-        if self.parallel.pp > 1:  # each stage's gradients are reduced after its last micro-batch
+        if self.parallel.pp > 1:  # the gradients of a stage are reduced after its last micro-batch
             return replace(
                 self.persistent,
                 gradients=self._accumulated_bytes + self._shard_gradient_bytes,
@@ -251,7 +266,7 @@ class _RankMemory:
     def at_optimizer_step(self) -> Memory:
         """Estimate the memory in a step of the optimizer, when all gradients are reduced.
 
-        All trained weights of the blocks count as matrices: others have few elements.
+        All trained weights of the blocks count as matrices, since the other weights have few elements.
         """
         totals = self.totals
         in_blocks = self.model.divide_by_shards(totals.trained - totals.outside_trained)
@@ -270,13 +285,14 @@ class _RankMemory:
 
     @property
     def _gathered_bytes(self) -> int:
-        """Bytes of full weights in a forward pass, gathered or cast by autocast."""
+        """Bytes of full weights in a forward pass: FSDP2 gathers them, or autocast casts them."""
         totals = self.totals
         size = self.model.size
         if not self.model.uses_fsdp:
             return HALF_BYTES * totals.parameters if self.parallel.half_precision else 0
         n_gathered = totals.parameters
-        if self.parallel.reshards_after_forward:  # the next block is gathered while one computes
+        if self.parallel.reshards_after_forward:
+            # two blocks at most: the next block is gathered while one computes
             n_gathered = totals.outside_parameters + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * n_gathered
 
@@ -289,14 +305,14 @@ class _RankMemory:
         """Bytes that one block keeps of a micro-batch for its backward pass."""
         size = self.model.size
         checkpointing = self.parallel.activation_checkpointing
-        if checkpointing == "full":  # only the block's input
+        if checkpointing == "full":  # the block keeps only its input
             return self.model.count_block_input_bytes(self.micro_batch)
         return self._count_bytes(size.selective if checkpointing else size.block.activations)
 
     def _kept_bytes(self) -> float:
         """Estimate the bytes of all activations that are kept when the backward pass begins."""
         size = self.model.size
-        bytes_by_stage = []  # of one micro-batch
+        bytes_by_stage = []  # for one micro-batch
         for stage in self.stages:
             stage_bytes = len(stage.blocks) * self._kept_block_bytes
             if stage.has_begin:
@@ -304,38 +320,41 @@ class _RankMemory:
             if stage.has_finish:
                 stage_bytes += self._count_bytes(size.finish.activations)
             bytes_by_stage.append(stage_bytes)
+        # of the moments at which the rank holds the most micro-batches, the one with the most bytes
         return max(float(np.dot(split, bytes_by_stage)) for split in self.splits)
 
     def _block_workspace_bytes(self) -> float:
-        """Estimate the bytes that the backward pass of the last block needs besides what is kept."""
+        """Estimate the bytes that the last block's backward pass needs besides the kept activations."""
         size = self.model.size
-        # before its backward pass, a block recomputes what it has not kept
+        # before its backward pass, a block recomputes the activations that it has not kept
         recomputed_bytes = self._count_bytes(size.block.activations) - self._kept_block_bytes
         workspace_bytes = self._count_bytes(size.block_workspace) + recomputed_bytes
-        # it follows the backward pass of `finish`, whose activations are freed by then but counted as kept
+        # The last block's backward pass follows that of `finish`. The activations of `finish` are free by
+        # then, but `_kept_bytes` counts them.
         if self.totals.has_finish:
             workspace_bytes -= self._count_bytes(size.finish.activations)
         return max(workspace_bytes, 0)
 
 
 class HostBytes(NamedTuple):
-    """Host memory of one process that works on a GPU."""
+    """Host memory of one process that works on a GPU, in bytes."""
 
     offload: int  # for parallel.cpu_offload
-    staging: int  # for a copy of the checkpoint
+    staging: int  # for a copy of the checkpoint, from which it is written
 
 
 def estimate_host_bytes_per_process(model: PlannedModel) -> HostBytes:
     """Estimate the host memory of one process that works on a GPU, by use.
 
-    Offload keeps gradients and optimizer state on the host. With `optimizer` it also keeps the trained
-    weights there, with `full` all weights and the average. A checkpoint is copied to the host first:
-    its weights, optimizer state and average.
+    Offload keeps gradients and the optimizer's state on the host. `optimizer` also keeps the trained
+    weights on the host, `full` all weights and the average. A checkpoint is copied to the host before it
+    is written: weights, optimizer's state and average.
     """
     if not model.pins_memory:
         return HostBytes(offload=0, staging=0)
     offload = model.parallel.cpu_offload
-    offloaded = 0  # elements of the pipeline rank with the most
+    # elements of the pipeline rank that has the most
+    offloaded = 0
     staged = 0
     for pp_rank in range(model.layout.pp):
         totals = model.sum_rank_totals(pp_rank)
@@ -344,8 +363,10 @@ def estimate_host_bytes_per_process(model: PlannedModel) -> HostBytes:
         )
         staged = max(staged, checkpoint)
         if offload == "full":
-            offloaded = max(offloaded, checkpoint + totals.trained)  # and gradients
-        elif offload == "optimizer":  # trained weights, their gradients, optimizer state
+            # what a checkpoint has, and gradients
+            offloaded = max(offloaded, checkpoint + totals.trained)
+        elif offload == "optimizer":
+            # trained weights, their gradients, and the optimizer's state
             offloaded = max(offloaded, (2 + model.optimizer_states) * totals.trained)
     return HostBytes(
         offload=FLOAT32_BYTES * model.divide_by_shards(offloaded),
@@ -354,21 +375,24 @@ def estimate_host_bytes_per_process(model: PlannedModel) -> HostBytes:
 
 
 def estimate_host_bytes_per_node(model: PlannedModel) -> int:
-    """Estimate this host memory of all processes of a node."""
+    """Estimate the host memory that all processes of a node need for offload and checkpoints."""
     return model.nproc_per_node * sum(estimate_host_bytes_per_process(model))
 
 
 def exceeds_host_memory(model: PlannedModel, hardware: Hardware) -> bool:
-    """True if a node's processes need more host memory than their job requests, if that is known."""
+    """True if the processes of a node need more host memory than their job requests.
+
+    False if the requested memory is unknown.
+    """
     return 0 < hardware.requested_host_bytes < estimate_host_bytes_per_node(model)
 
 
 def find_overflow(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> Literal["device", "host"] | None:
-    """Find the memory that a run exceeds; None if it fits.
+    """Find the memory that a run exceeds: of a device, or of the host. None if the run fits.
 
-    Host memory is what a job requests per node; offload and checkpoints pin some of it.
+    Host memory is the memory that a job requests per node. Offload and checkpoints pin some of it.
     """
     if estimate_memory(options, corpus, hardware).total > hardware.usable_bytes:
         return "device"
