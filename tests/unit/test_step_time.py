@@ -64,7 +64,7 @@ def test_bytes_add_up_over_the_slower_link() -> None:
     network = Network(intra_node_gb_per_s=100, inter_node_gb_per_s=10)
     collective = CollectiveTraffic("all-gather", "dp_shard", 16, 8, payload_bytes=1.6e9, calls=10)
     # 1.5 GB are sent; an eighth of them, over this process's share of the network, takes longer than the rest
-    assert network.seconds(collective) == pytest.approx(
+    assert network.estimate_seconds(collective) == pytest.approx(
         1.5 / 8 / 10 / NETWORK_FRAC + 10 * estimate_latency(collective)
     )
 
@@ -83,7 +83,7 @@ def test_reductions_overlap_with_recomputation(checkpointing: str | None) -> Non
     load = Load(tokens=1e6, pairs=1.6e7, cells=62_500)
     time = estimate_step_time(model, [reduction], network, 1e14, load, micro_batches=1)
     backward_s = time.compute_s - time.validation_s
-    assert time.exposed_s == pytest.approx(network.seconds(reduction) - backward_s)
+    assert time.exposed_s == pytest.approx(network.estimate_seconds(reduction) - backward_s)
 
 
 def test_a_forward_pass_of_a_coupled_loss_has_its_heads() -> None:

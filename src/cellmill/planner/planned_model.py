@@ -1,4 +1,4 @@
-"""A model in a parallel layout: its pipeline stages, and what each pipeline rank holds."""
+"""A model in a parallel layout: its pipeline stages, and the parameters that each pipeline rank holds."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
@@ -15,9 +15,9 @@ from cellmill.planner.units import FLOAT32_BYTES, HALF_BYTES
 
 
 class PlannedStage(NamedTuple):
-    """One pipeline stage of a model; without a pipeline, all of it."""
+    """One pipeline stage of a model. Without a pipeline the only stage is the whole model."""
 
-    blocks: range  # numbers of this stage's blocks in the model
+    blocks: range  # numbers of the stage's blocks in the model
     has_begin: bool  # True if the stage has the part before the blocks
     has_finish: bool  # True if the stage has the part after the blocks
 
@@ -30,7 +30,8 @@ class RankTotals(NamedTuple):
     has_finish: bool  # True if a stage has the part after the blocks
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
-    # parameters outside the blocks; tied parameters are in both the first and the last stage
+    # Parameters, and trained parameters, outside the blocks. In a pipeline both the first and the last
+    # stage have the tied parameters.
     outside_parameters: int
     outside_trained: int
 
@@ -43,18 +44,21 @@ class PlannedModel:
     parallel: Parallel
     layout: Layout
     nproc_per_node: int  # processes per node
-    keeps_average: bool = False  # average of the trained weights, by train.ema_decay
-    optimizer_states: int = 2  # tensors of the optimizer's state per trained parameter
-    # copies of a rank's shard of the blocks' matrices that a step of the optimizer allocates
+    keeps_average: bool = False  # True if train.ema_decay keeps an average of the trained weights
+    optimizer_states: int = 2  # numbers in the optimizer's state per trained parameter
+    # A step of the optimizer allocates this many copies of the blocks' matrices, of the rank's shard.
     optimizer_copies: int = 0
     pins_memory: bool = True  # False on CPUs, whose processes pin no host memory
 
     @classmethod
     def measure(cls, options: TrainOptions, corpus: CorpusSize, hardware: Hardware) -> Self:
-        """Measure the model of a run. Raise ConfigError if the layout does not divide the processes."""
+        """Measure the model of a run in its layout.
+
+        Raise ConfigError if the layout does not divide the processes.
+        """
         parallel = options.parallel
         is_on_cpus = hardware.device_name == "cpu"
-        if is_on_cpus:  # there is no other memory to offload to
+        if is_on_cpus:  # a CPU has no other memory to offload to
             parallel = parallel.model_copy(update={"cpu_offload": None})
         spec = ModelSpec.of(options, corpus.n_genes, corpus.levels)
         optimizer = options.train.optimizer
@@ -72,30 +76,33 @@ class PlannedModel:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element that the forward and backward passes compute with."""
+        """Bytes of an element in the forward and backward passes."""
         return HALF_BYTES if self.parallel.half_precision else FLOAT32_BYTES
 
     def count_block_input_bytes(self, load: Load) -> float:
-        """Count the bytes that pass from block to block: autocast, unlike FSDP2, keeps them in float32."""
+        """Count the bytes that one block passes to the next.
+
+        Autocast keeps these activations in float32, but FSDP2 does not.
+        """
         element_bytes = self.element_bytes if self.uses_fsdp else FLOAT32_BYTES
         return element_bytes * self.size.block_input.total(load)
 
     @property
     def uses_fsdp(self) -> bool:
-        """True if FSDP2 wraps the model: with several data-parallel ranks under fsdp, tp or pp.
+        """True if FSDP2 wraps the model: with several data-parallel ranks, under fsdp, tp or pp.
 
-        It may shard nothing, as under NO_SHARD.
+        FSDP2 may shard nothing, as under NO_SHARD.
         """
         is_model_parallel = self.layout.tp * self.layout.pp > 1
         return self.layout.dp > 1 and (self.parallel.strategy == "fsdp" or is_model_parallel)
 
     @property
     def ranks_per_copy(self) -> int:
-        """Data-parallel ranks that share one copy of the weights."""
+        """Number of data-parallel ranks that share one copy of the weights."""
         return self.layout.dp_shard if self.uses_fsdp else 1
 
     def divide_by_shards(self, elements: int) -> int:
-        """Divide elements by the ranks that share a copy of the weights, rounded up."""
+        """Divide a number of elements by the ranks that share a copy of the weights, and round up."""
         return -(-elements // self.ranks_per_copy)
 
     def list_rank_stages(self, pp_rank: int) -> list[PlannedStage]:
@@ -114,6 +121,7 @@ class PlannedModel:
         blocks = [block for stage in stages for block in stage.blocks]
         has_begin = stages[0].has_begin
         has_finish = stages[-1].has_finish
+
         ends = [size.begin] if has_begin else []
         if has_finish:
             ends.append(size.finish)
@@ -123,6 +131,7 @@ class PlannedModel:
             # `begin` and `finish` both count tied parameters, but a single stage has them once
             outside_parameters -= size.tied.parameters
             outside_trained -= size.tied.trained
+
         return RankTotals(
             n_blocks=len(blocks),
             has_begin=has_begin,

@@ -1,18 +1,20 @@
 """Time of an optimizer step on a device and network.
 
+Communication is called exposed while no computation runs at the same time.
+
 Assumptions:
 
-- Computation reaches `plan.mfu_frac` of the device's peak (`planner.devices`), and links reach
+- Computation reaches `plan.mfu_frac` of the device's peak rate (`planner.devices`). Links reach
   NETWORK_FRAC of their nominal rate.
-- Weights and gradients are sent while blocks compute, as far as there is computation to overlap
-  with.
-- Tensor-parallel collectives overlap with nothing. With a pipeline no communication overlaps.
+- Weights and gradients are sent while blocks compute, for as long as blocks compute.
+- Tensor-parallel collectives are all exposed. With a pipeline all communication is exposed.
 - With `parallel.gradient_reduction: micro_batch`, exposed communication is overestimated.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cellmill.planner.measure.load import Load
 from cellmill.planner.planned_model import PlannedModel
@@ -20,9 +22,11 @@ from cellmill.planner.schedules import estimate_idle_frac, estimate_validation_i
 from cellmill.planner.traffic import CollectiveTraffic
 from cellmill.planner.units import FORWARDS_PER_BACKWARD, GB
 
-# NCCL's own tests reach about 360 of 450 GB/s on eight H100, 230 of 300 on eight A100
+# Fraction of the nominal rate that links reach. NCCL's own tests reach about 360 of 450 GB/s on eight H100,
+# and 230 of 300 GB/s on eight A100.
 NETWORK_FRAC = 0.8
-# latency of a call, and of each hop: NCCL 2.20, src/graph/tuning.cc, protocol LL128
+# Seconds of latency of a call, and of each hop in a ring or in a tree, inside a node or between nodes. They
+# are those of protocol LL128 in NCCL 2.20, src/graph/tuning.cc.
 CALL_S = 14e-6
 RING_INTRA_NODE_S = 1.9e-6
 RING_INTER_NODE_S = 4.0e-6
@@ -32,28 +36,29 @@ TREE_INTER_NODE_S = 8.5e-6
 
 @dataclass(frozen=True)
 class Network:
-    """Maximum rate at which one process sends, in one direction, in GB/s."""
+    """Nominal rates at which one process sends, in one direction, in GB/s."""
 
     intra_node_gb_per_s: float
     inter_node_gb_per_s: float
 
-    def seconds(self, collective: CollectiveTraffic) -> float:
-        """Estimate the time of all calls: the bytes over the slower kind of link, plus latency."""
+    def estimate_seconds(self, collective: CollectiveTraffic) -> float:
+        """Estimate the time of all calls: of the kind of link that takes longer, plus the latency."""
         intra_node_s = collective.intra_node_bytes / (NETWORK_FRAC * GB * self.intra_node_gb_per_s)
         inter_node_s = collective.inter_node_bytes / (NETWORK_FRAC * GB * self.inter_node_gb_per_s)
         return max(intra_node_s, inter_node_s) + collective.calls * estimate_latency(collective)
 
 
 def estimate_latency(collective: CollectiveTraffic) -> float:
-    """Estimate the seconds of one call without its bytes: its hops, one after another.
+    """Estimate the seconds of one call without the time of its bytes: the hops, one after another.
 
-    All-gather and reduce-scatter travel a ring of all processes. With many nodes this latency, not
-    the bytes, makes FULL_SHARD slow. An all-reduce travels the ring twice, or up and down a tree. Each
-    node is assumed to have as few processes of the group as the one with the fewest.
+    An all-gather or a reduce-scatter travels a ring of all processes. With many nodes this latency makes
+    FULL_SHARD slow, not the bytes. An all-reduce travels the ring twice, or up and down a tree. Every node
+    is assumed to have as few processes of the group as the node with the fewest.
     """
     if collective.kind == "point to point":
         return CALL_S
     nodes = -(-collective.processes // collective.processes_per_node)
+    # of one round
     ring_s = (collective.processes - nodes) * RING_INTRA_NODE_S + (nodes - 1) * RING_INTER_NODE_S
     if collective.kind != "all-reduce":
         return CALL_S + ring_s
@@ -64,15 +69,16 @@ def estimate_latency(collective: CollectiveTraffic) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Estimated seconds of an optimizer step, of the busiest ranks.
+    """Estimated seconds of an optimizer step, on the ranks that take the longest.
 
     Launches of kernels and copies of `parallel.cpu_offload` are not counted.
     """
 
     compute_s: float
-    exposed_s: float  # communication that no computation overlaps
-    idle_s: float  # time that a rank waits for others of its pipeline
-    # a validation of the step's cells, with its idle time in a pipeline: not part of `step_s`
+    exposed_s: float  # communication during which nothing computes
+    idle_s: float  # time that a rank waits for other ranks of its pipeline
+    # A validation of as many cells as the step has, with its idle time in a pipeline. It is not part of
+    # `step_s`.
     validation_s: float
 
     @property
@@ -88,48 +94,80 @@ def estimate_step_time(
     load: Load,
     micro_batches: float,
 ) -> StepTime:
-    """Estimate the duration of a step in which each rank computes `load` at `flops_per_s`.
+    """Estimate the time of a step in which each rank computes `load` at `flops_per_s`.
 
-    `traffic` is the traffic of the rank that sends the most.
+    `traffic` is the traffic of the rank that sends the most. `micro_batches` is the mean number of
+    micro-batches in a step.
     """
-    compute_s, validation_s, backward_s = _estimate_compute_time(model, load, flops_per_s)
+    compute = _estimate_compute_time(model, load, flops_per_s)
+
+    # sum the seconds of the traffic by kind
     exposed_s = 0.0
     gathers_s = 0.0
     reductions_s = 0.0
     for collective in traffic:
-        seconds = network.seconds(collective)
-        if collective.axis in ("tp", "pp"):  # only data parallelism overlaps with computation
+        seconds = network.estimate_seconds(collective)
+        if collective.axis in ("tp", "pp"):
+            # only the communication of data parallelism overlaps with computation
             exposed_s += seconds
         elif collective.kind == "all-gather":
             gathers_s += seconds
         else:
             reductions_s += seconds
+
     if model.layout.pp > 1:
         exposed_s += gathers_s + reductions_s
     else:
-        # Three estimates of the exposed communication, each of one cause; the largest is taken. With
-        # gradient_reduction micro_batch every backward pass sends some gradients, so the first and the
-        # third are too large.
-        # 1. No block computes while the first module's weights and the last one's gradients are sent.
-        # All modules, the blocks and one outside them, are assumed to be equally large.
-        first_and_last_s = (gathers_s / micro_batches + reductions_s) / (model.size.n_blocks + 1)
-        # 2. Communication that takes longer than all computation.
-        beyond_compute_s = gathers_s + reductions_s - compute_s
-        # 3. Reductions that take longer than the last micro-batch's backward pass, which sends all
-        # gradients.
-        beyond_last_backward_s = reductions_s - backward_s / micro_batches
-        exposed_s += max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
+        n_modules = model.size.n_blocks + 1
+        exposed_s += _estimate_exposed_s(compute, gathers_s, reductions_s, micro_batches, n_modules)
+
     idle_frac = estimate_idle_frac(model.parallel, micro_batches)
-    idle_s = (compute_s + exposed_s) * idle_frac / (1 - idle_frac)
+    idle_s = (compute.step_s + exposed_s) * idle_frac / (1 - idle_frac)
     validation_idle_frac = estimate_validation_idle_frac(model.parallel, micro_batches)
-    return StepTime(compute_s, exposed_s, idle_s, validation_s / (1 - validation_idle_frac))
+    validation_s = compute.validation_s / (1 - validation_idle_frac)
+    return StepTime(compute.step_s, exposed_s, idle_s, validation_s)
 
 
-def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) -> list[float]:
-    """Estimate the seconds of a step's computation, of its cells' validation, and of its backward passes.
+class _ComputeTime(NamedTuple):
+    """Seconds of computation, each of the pipeline rank that takes the longest for it."""
 
-    Each is the time of the pipeline rank that takes the longest for it. Backward passes include
-    recomputation. Selective recomputation counts as full, though it computes less.
+    step_s: float  # all passes of a step, with recomputation
+    validation_s: float  # a validation of as many cells as the step has
+    backward_s: float  # backward passes of the step, with recomputation
+
+
+def _estimate_exposed_s(
+    compute: _ComputeTime,
+    gathers_s: float,
+    reductions_s: float,
+    micro_batches: float,
+    n_modules: int,
+) -> float:
+    """Estimate the exposed seconds of gathered weights and reduced gradients without a pipeline.
+
+    There are three causes of exposed communication. Each has an estimate, and the largest counts. With
+    gradient_reduction micro_batch every backward pass sends some gradients, so the first and the third
+    estimate are too large.
+    """
+    # 1. No block computes while the weights of the first module and the gradients of the last module are
+    # sent. The modules are the blocks, and one with all weights outside the blocks. They are assumed to be
+    # equally large.
+    first_and_last_s = (gathers_s / micro_batches + reductions_s) / n_modules
+
+    # 2. Communication takes longer than all computation.
+    beyond_compute_s = gathers_s + reductions_s - compute.step_s
+
+    # 3. All gradients are sent during the backward pass of the last micro-batch, and sending them takes
+    # longer than this pass.
+    beyond_last_backward_s = reductions_s - compute.backward_s / micro_batches
+
+    return max(first_and_last_s, beyond_compute_s, beyond_last_backward_s)
+
+
+def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) -> _ComputeTime:
+    """Estimate the seconds in which ranks that compute `flops_per_s` compute `load`.
+
+    Selective recomputation counts as full recomputation, although it computes less.
     """
     flops = model.size.flops
     flops_by_rank = []
@@ -138,14 +176,17 @@ def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) 
         blocks = totals.n_blocks * flops.count_block(load)
         begin = flops.count_begin(load) if totals.has_begin else 0.0
         finish = flops.count_finish(load) if totals.has_finish else 0.0
-        # all passes have the FLOPs of this many forward passes; a coupled loss repeats all but `finish`
+
+        # FLOPs of one forward pass. All passes of a step have the FLOPs of `n_forwards` forward passes. The
+        # second forward pass of a coupled loss has no `finish`.
         n_forwards = flops.forward_passes + FORWARDS_PER_BACKWARD
         forward = (begin + blocks) / n_forwards
         forward_of_finish = finish / (1 + FORWARDS_PER_BACKWARD)
-        validation = flops.validation_passes * forward + forward_of_finish
+
         recomputes = model.parallel.activation_checkpointing is not None
         recomputed = blocks / n_forwards if recomputes else 0.0
         step = begin + blocks + finish + recomputed
+        validation = flops.validation_passes * forward + forward_of_finish
         backward = FORWARDS_PER_BACKWARD * (forward + forward_of_finish) + recomputed
         flops_by_rank.append((step, validation, backward))
-    return [max(by_rank) / flops_per_s for by_rank in zip(*flops_by_rank)]
+    return _ComputeTime(*(max(by_rank) / flops_per_s for by_rank in zip(*flops_by_rank)))
