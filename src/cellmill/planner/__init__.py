@@ -1,1 +1,1 @@
-"""Parameters, memory, traffic and time of a run in advance; the layouts that fit a machine."""
+"""The plan of a run before it starts: parameters, memory, traffic and time, and layouts that fit a machine."""

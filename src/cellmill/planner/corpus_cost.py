@@ -1,10 +1,11 @@
 """Cost of the stages that make a corpus.
 
-The constants were measured on 12,000 simulated cells of 2,060 genes in shards of 1,024, from
-uncompressed input files to packed output cells, on an AMD EPYC with 2 busy cores
-(benchmarks/README.md). A value is a stored count with its gene. Costs scale with the number of
-values, and differ between machines, file systems and input formats. Reading from the disk is not
-included.
+A value is a stored count with its gene. Costs grow with the number of values. They differ between
+machines, file systems and input formats, and do not include reading from the disk.
+
+The constants were measured on 12,000 simulated cells of 2,060 genes, in shards of 1,024 cells. Input files
+were uncompressed, and output cells were packed. The machine was an AMD EPYC with 2 busy cores
+(benchmarks/README.md).
 """
 
 from collections.abc import Mapping
@@ -13,42 +14,55 @@ from math import ceil
 
 from cellmill.config.corpus import Shard
 
-NS_PER_HOUR = 3.6e12
-# CPU time of one process, by stage, with uncompressed input files
+NS_PER_HOUR = 3.6e12  # nanoseconds
+
+# CPU time
+# nanoseconds of one process per value, by stage, with uncompressed input files
 NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
-CELL_BYTES_PER_VALUE = 1.2  # files of preprocessed cells
-SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # files of shards, by the option shard.order
-VAR_BYTES_PER_SHARD = 2.0e6  # var of 20,000 genes, 100 bytes each, in every file
-OBS_BYTES_PER_CELL = 70  # name, dataset and row, without further columns
-INDEX_BYTES_PER_CELL = 28  # per cell of the corpus: offsets, borders and hashes
-N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each split
-VOCABULARY_GB = 0.002
-INDEX_HOURS = 0.01  # to write the manifest and the index of parts
-# memory of a job without data; `shard` is the job that only writes the manifest and the index of parts
+INDEX_HOURS = 0.01  # hours to write the manifest and the index of parts
+
+# files
+CELL_BYTES_PER_VALUE = 1.2  # in files of preprocessed cells
+SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # in files of shards, by option shard.order
+VAR_BYTES_PER_SHARD = 2.0e6  # table var of 20,000 genes, 100 bytes per gene, in every shard
+OBS_BYTES_PER_CELL = 70  # table obs: name, dataset and row, without further columns
+INDEX_BYTES_PER_CELL = 28  # offsets, borders and hashes, for each cell of the corpus
+N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each of three splits
+VOCABULARY_GB = 0.002  # file of the vocabulary
+
+# memory
+# MB of a job without data. Job `shard` is the one that only writes the manifest and the index of parts.
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
-RSS_BYTES_PER_VALUE = 16  # per value of one shard: gene and count, and both again when sorted
-# memory of obs, an estimate: `divide` holds the corpus's cells, stages that open a file hold its cells
+# for each value of the shard that is written: gene and count, and both again when they are sorted
+RSS_BYTES_PER_VALUE = 16
+# Estimated memory of obs. Stages that open an input file hold the cells of this file; `divide` also holds
+# all cells of the corpus.
 OBS_RSS_BYTES_PER_CELL = 150
-OFFSET_BYTES_PER_CELL = 16  # per cell of the corpus in `shard_part`: indptr and part offsets
+OFFSET_BYTES_PER_CELL = (
+    16  # indptr and offsets of parts, for each cell of the corpus, in `shard_part`
+)
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one stage, whose jobs are alike."""
+    """Cost of one stage. All its jobs do the same kind of work."""
 
     stage: str
-    hours: float  # longest job, on one core
-    cpu_hours: float  # all jobs
+    hours: float  # of the longest job, on one core
+    cpu_hours: float  # of all jobs together
     rss_mb: float  # peak memory of a job
-    jobs: int = 1
-    files: int = 0  # written and kept
-    disk_gb: float = 0.0
+    jobs: int = 1  # number of jobs
+    files: int = 0  # number of files that are written and kept
+    disk_gb: float = 0.0  # of these files
 
 
 def estimate_stage_costs(
     cells_per_dataset: list[int], genes_per_cell: float, shard: Shard
 ) -> list[StageCost]:
-    """Estimate the costs of the stages that make a corpus."""
+    """Estimate the costs of the stages that make a corpus, in the order in which they run.
+
+    `cells_per_dataset` has the number of cells of each dataset.
+    """
     n_values = sum(cells_per_dataset) * genes_per_cell
     cpu_hours = {stage: n_values * ns / NS_PER_HOUR for stage, ns in NS_PER_VALUE.items()}
     max_cells = max(cells_per_dataset)
@@ -83,20 +97,26 @@ def _estimate_shard_costs(
 ) -> list[StageCost]:
     """Estimate the costs of the stages that write the shards.
 
-    One job does all as stage `shard`. With several jobs, `divide` and `shard_part` come before it.
+    With option `shard.jobs` 1, one job of stage `shard` does all. With several jobs, `divide` and
+    `shard_part` come before `shard`. `cpu_hours` has the CPU time by stage.
     """
     n_cells = sum(cells_per_dataset)
     n_by_split = _count_cells_by_split(n_cells, shard)
-    # a shard has cells of one split
+    # a shard has cells of one split only
     n_shards = max(1, sum(ceil(n / shard.cells_per_shard) for n in n_by_split))
     max_shard_cells = min(shard.cells_per_shard, max(n_by_split))
+
+    # size of all shards
     disk_bytes_per_cell = genes_per_cell * SHARD_BYTES_PER_VALUE[shard.order]
     disk_bytes_per_cell += OBS_BYTES_PER_CELL + INDEX_BYTES_PER_CELL
     disk_bytes = n_cells * disk_bytes_per_cell + n_shards * VAR_BYTES_PER_SHARD
+
+    # memory to divide the cells, and memory to write a shard
     obs_mb = OBS_RSS_BYTES_PER_CELL * (n_cells + max(cells_per_dataset)) / 1e6
     divide_rss_mb = RSS_MB["divide"] + obs_mb
     shard_data_mb = RSS_BYTES_PER_VALUE * max_shard_cells * genes_per_cell / 1e6
     shard_data_mb += OFFSET_BYTES_PER_CELL * n_cells / 1e6
+
     divide_hours = cpu_hours["divide"]
     write_hours = cpu_hours["shard_part"]
     if shard.jobs == 1:
@@ -111,6 +131,8 @@ def _estimate_shard_costs(
                 disk_gb=disk_bytes / 1e9,
             )
         ]
+
+    # the job with the most shards takes the longest
     max_job_cells = min(n_cells, ceil(n_shards / shard.jobs) * max_shard_cells)
     return [
         StageCost(
@@ -139,6 +161,6 @@ def _estimate_shard_costs(
 
 
 def _count_cells_by_split(n_cells: int, shard: Shard) -> list[int]:
-    """Count the cells of train, val and test, as if the fractions applied to all cells."""
+    """Count the cells of splits train, val and test, as if their fractions applied to all cells."""
     n_held_out = [round(n_cells * frac) for frac in (shard.val_frac, shard.test_frac)]
     return [n_cells - sum(n_held_out), *n_held_out]

@@ -1,10 +1,16 @@
-"""Peak rates of devices from the vendors' data sheets: dense matrix products, and links.
+"""Memory and peak rates of devices from the vendors' data sheets: dense matrix products, and links.
 
-Links are those of the vendors' own servers, per device and direction: NVLink or Infinity Fabric
-inside a node (PCIe 4.0 x16 for l40s, PCIe 5.0 x16 for pcie and nvl, without the bridges between
-some of them), and the node's network cards divided by its devices: DGX-1 4 x 100 Gb/s for 8, DGX A100
-8 x 200, DGX H100, H200 and B200 8 x 400, MI300X platforms 8 x 400, L40S servers and others with PCIe
-2 x 200 for 4.
+The rates of links are per device and direction, in the vendors' own servers.
+
+Inside a node, devices are linked by NVLink or Infinity Fabric. l40s is linked by PCIe 4.0 x16, and the
+pcie and nvl forms by PCIe 5.0 x16. Bridges between some nvl devices are not counted.
+
+To other nodes, the devices of a node share its network cards equally:
+
+- DGX-1 (v100) has 4 cards of 100 Gb/s for 8 devices;
+- DGX A100 has 8 cards of 200 Gb/s for 8 devices;
+- DGX H100, H200 and B200, and MI300X platforms, have 8 cards of 400 Gb/s for 8 devices;
+- servers with PCIe, such as those with l40s, have 2 cards of 200 Gb/s for 4 devices.
 """
 
 import re
@@ -13,28 +19,29 @@ from dataclasses import dataclass, replace
 from cellmill.config.parallel import Parallel
 from cellmill.errors import ConfigError
 
-# a part of a GPU (MIG), such as 3g.20gb
+# the name of a slice of a GPU (MIG), such as 3g.20gb
 SLICE = re.compile(r"\d+g\.\d+gb")
-# GB of memory in the name of a product
+# GB of memory in the name of a product, such as 80gb or 64g
 MEMORY = re.compile(r"(?<![\d.])(\d+)gb?(?![a-z0-9])")
-# a name that states a memory this fraction from the planned one belongs to another version of the device
+# If the name of a product states a memory that differs from the planned memory by more than this fraction,
+# the product is another version of the device.
 OTHER_MEMORY_FRAC = 0.1
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates of one device; None if unknown."""
+    """Memory and peak rates of one device. A rate is None if it is unknown."""
 
-    memory_gb: float | None  # None for the machine's own memory
+    memory_gb: float | None  # None if the device uses the machine's own memory
     half_flops_per_s: float | None  # in bfloat16 and float16
     fp32_flops_per_s: float | None
     intra_node_gb_per_s: float | None  # GB/s to devices of the same node
-    inter_node_gb_per_s: float | None  # GB/s to other nodes
-    has_bf16: bool = True
-    tf32_flops_per_s: float | None = None
+    inter_node_gb_per_s: float | None  # GB/s to devices of other nodes
+    has_bf16: bool = True  # True if the device computes in bfloat16
+    tf32_flops_per_s: float | None = None  # None if the device has no TF32
 
     def peak_flops_per_s(self, parallel: Parallel) -> float | None:
-        """Find the peak FLOP/s in the number format of a run; None if unknown."""
+        """Find the peak FLOP/s in the number format of a run. None if it is unknown."""
         if parallel.half_precision:
             return self.half_flops_per_s
         if parallel.tf32 and self.tf32_flops_per_s:
@@ -42,7 +49,8 @@ class Device:
         return self.fp32_flops_per_s
 
 
-# GB of memory; FLOP/s in bf16 and in fp32; GB/s inside a node and to other nodes
+# The numbers of a device are, in order: GB of memory, FLOP/s in half precision and in fp32, GB/s inside a
+# node and to other nodes.
 _V100 = Device(32, 125e12, 15.7e12, 150, 6.25, has_bf16=False)
 _A100 = Device(80, 312e12, 19.5e12, 300, 25, tf32_flops_per_s=156e12)
 _H100 = Device(80, 989e12, 67e12, 450, 50, tf32_flops_per_s=494e12)
@@ -78,41 +86,48 @@ def find_device(name: str) -> Device:
 
 
 def recognise_device(product: str) -> str:
-    """Name the device of a product, such as h100 for nvidia_h100_80gb_hbm3; "" if unknown.
+    """Find the name of a product's device, such as h100 for nvidia_h100_80gb_hbm3. "" if it is unknown.
 
-    A slice of a device has the name of the whole: a100 for a100_3g.20gb.
+    A slice of a device has the name of the whole device, such as a100 for a100_3g.20gb.
     """
     words = product.lower()
-    chip = ""  # name of the device without a size of memory or a form
+
+    # the name of the device without its form or its size of memory, such as a100 of a100-40gb
+    chip = ""
     for name in DEVICES:
         if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
             chip = name
             break
+
     form = re.search(r"(?<![a-z])(pcie|nvl)(?![a-z])", words)
     if form and f"{chip}-{form[1]}" in DEVICES:
         return f"{chip}-{form[1]}"
+
     memory = MEMORY.search(words)
     sized = f"{chip}-{memory[1]}gb" if memory else ""
     return sized if sized in DEVICES else chip
 
 
 def find_other_memory_gb(product: str, name: str) -> int | None:
-    """Find the memory that a product's name states, if device `name` is planned with another one."""
+    """Find the GB of memory that the name of a product states, if device `name` is planned with others.
+
+    None if the two agree, if either is unknown, or if the product is a slice of a GPU.
+    """
     stated = MEMORY.search(product.lower())
     planned = DEVICES[name].memory_gb
     if stated is None or planned is None or SLICE.search(product.lower()):
         return None
-    memory_gb = int(stated[1])
-    return memory_gb if abs(memory_gb / planned - 1) > OTHER_MEMORY_FRAC else None
+    stated_gb = int(stated[1])
+    return stated_gb if abs(stated_gb / planned - 1) > OTHER_MEMORY_FRAC else None
 
 
 def list_sized_devices(name: str) -> list[str]:
-    """List the devices that are `name` with a size of memory, such as a100-40gb."""
+    """List the devices that have `name` and a size of memory, such as a100-40gb for a100."""
     return [sized for sized in DEVICES if re.fullmatch(rf"{name}-\d+gb", sized)]
 
 
 def describe_assumption(name: str) -> str:
-    """Say which memory is assumed for a device that is made with several sizes; else ""."""
+    """Say which memory is assumed for a device that is made with several sizes. "" for other devices."""
     memory_gb = DEVICES[name].memory_gb
     others = [sized for sized in list_sized_devices(name) if DEVICES[sized].memory_gb != memory_gb]
     if not others:
@@ -121,7 +136,7 @@ def describe_assumption(name: str) -> str:
 
 
 def check_precision(parallel: Parallel, name: str, device: Device) -> None:
-    """Raise ConfigError if the device does not support the number format."""
+    """Raise ConfigError if device `name` does not support the number format of a run."""
     if parallel.precision == "bf16-mixed" and not device.has_bf16:
         raise ConfigError(
             f"parallel.precision bf16-mixed: a {name} has no bfloat16; set it to 16-mixed"
@@ -131,7 +146,10 @@ def check_precision(parallel: Parallel, name: str, device: Device) -> None:
 
 
 def find_peak_flops_per_s(product: str, parallel: Parallel) -> float | None:
-    """Find the peak FLOP/s of a product such as NVIDIA H100 80GB HBM3; None if unknown, as of a slice."""
+    """Find the peak FLOP/s of a product, such as NVIDIA H100 80GB HBM3, in the number format of a run.
+
+    None if it is unknown, such as for a slice of a GPU.
+    """
     name = recognise_device(product)
     if not name or SLICE.search(product.lower()):
         return None

@@ -22,34 +22,36 @@ from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.remedies import REQUEST_MORE, find_remedy
 from cellmill.planner.step_counts import CorpusSize, count_detected_genes
 
-TIMEOUT_S = 120  # seconds that advice may take
-# Fraction of the planned memory that a run may need after a remedy: it was planned to fit and did not,
-# so a fifth is left for what plans leave out, such as fragmentation.
+TIMEOUT_S = 120  # advice may take at most so many seconds
+# A run may need at most this fraction of its planned memory after a remedy. It was planned to fit but did
+# not, so a fifth is left for what plans do not count, such as fragmentation.
 REMEDY_FRAC = 0.8
+
+# texts of errors, by the memory that a process ran out of
 HOST_OUT_OF_MEMORY = re.compile(
-    # torch on a CPU
+    # errors of torch on a CPU
     r"can't allocate memory|not enough memory|Cannot allocate memory",
     re.IGNORECASE,
 )
-# NCCL and RCCL: a network card may not lock memory, of which there is enough
+# An error of NCCL and RCCL with another cause: the limit of locked memory is too low for a network card.
 UNLOCKED_MEMORY = re.compile(r"ibv_\w+ failed with error Cannot allocate memory")
 EITHER_OUT_OF_MEMORY = re.compile(
-    # the driver's error for host memory that cannot be pinned, and for a GPU that another program fills,
-    # also as Triton passes it on; torch's own allocations of device memory raise OutOfMemoryError
+    # The driver has one error for host memory that cannot be pinned, and for a GPU that another program
+    # fills. Triton passes it on. Where torch itself allocates device memory, it raises OutOfMemoryError.
     r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[\w+\]: .*out of memory",
     re.IGNORECASE,
 )
 DEVICE_OUT_OF_MEMORY = re.compile(
-    # cuBLAS, hipBLAS and cuDNN; NCCL and RCCL
+    # errors of cuBLAS, hipBLAS and cuDNN, and of NCCL and RCCL
     r"(CUBLAS|HIPBLAS|CUDNN)_STATUS_ALLOC_FAILED|(Cuda|HIP) failure (\d+ )?'?out of memory",
     re.IGNORECASE,
 )
 
 
 def find_exhausted_memory(error: BaseException) -> Literal["device", "host", "either"] | None:
-    """Find the memory that a process ran out of; None if `error` is another one.
+    """Find the memory that a process ran out of. None if `error` has another cause.
 
-    "either" is mostly the host's: the driver gives one error for both.
+    "either" is mostly the host's memory: the driver has one error for both memories.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
@@ -68,9 +70,9 @@ def find_exhausted_memory(error: BaseException) -> Literal["device", "host", "ei
 def ask_for_advice(
     run_json: Path, world_size: int, nproc_per_node: int, device_name: str, exhausted: str
 ) -> str | None:
-    """Run `advise` in a new process, since sizes are measured without a process group.
+    """Run `advise` in a new process, and return its text. Return None if the new process fails.
 
-    Return None if that process fails.
+    This process has a process group, but the sizes of a model are measured without one.
     """
     arguments = [str(run_json), str(world_size), str(nproc_per_node), device_name, exhausted]
     command = [sys.executable, "-m", "cellmill.planner.out_of_memory", *arguments]
@@ -92,11 +94,12 @@ def advise(
 ) -> str:
     """State the planned memory of a process, and the first change with which it needs a fifth less.
 
-    If `exhausted` is "host", state the host memory of a node instead, and ask for more.
+    If `exhausted` is "host", state the planned host memory of a node instead, and advise to request more.
 
-    The plan counts every training cell of the shards once: `stream.train_frac` and
-    `stream.weight_by` are not applied, so "the plan was" may differ from plan.json.
+    The stated plan may differ from plan.json. It counts every training cell of the shards once, so
+    `stream.train_frac` and `stream.weight_by` are not applied.
     """
+    # the run's options and its corpus
     record = read_json(run_json)
     stored = dict(stored_options(record["options"], "run.json"))
     options = PlanOptions.model_validate(stored | {"plan": {}})
@@ -110,11 +113,13 @@ def advise(
         levels=manifest.levels(options.obs_columns()),
         n_covariates=len(options.tokens.covariates),
     )
+
     hardware = Hardware(
         nodes=world_size // nproc_per_node,
         nproc_per_node=nproc_per_node,
         device_name=device_name,
-        device_bytes=0,  # a remedy is measured against the plan, not the device
+        # a remedy has to need less than the plan, so the memory of the device is not used
+        device_bytes=0,
         usable_bytes=0,
     )
     if exhausted == "host":
@@ -123,6 +128,7 @@ def advise(
             f"the plan was to hold {format_bytes(needed)} in host memory per node: {REQUEST_MORE}, "
             "or shard over more nodes (FULL_SHARD)"
         )
+
     planned = estimate_memory(options, corpus, hardware)
     parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in planned.list_by_size())
     smaller = replace(hardware, usable_bytes=int(REMEDY_FRAC * planned.total))

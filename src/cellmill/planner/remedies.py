@@ -1,7 +1,7 @@
 """Changes that make a run fit in memory, tried in order until one helps.
 
-For a run whose plan does not fit, `check_memory` advises the first change that helps; for a process
-that ran out of memory, `planner.out_of_memory` does.
+`check_memory` advises the first change that helps a run whose plan does not fit. `planner.out_of_memory`
+does so for a process that ran out of memory.
 """
 
 import json
@@ -22,19 +22,23 @@ from cellmill.planner.output.format import format_bytes
 from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.step_counts import CorpusSize, count_steps
 
-# smaller token budgets that cost less than recomputing a forward pass
+# At most this many smaller token budgets are tried before recomputation. They cost less than recomputing a
+# forward pass.
 BUDGETS_BEFORE_RECOMPUTING = 2
-MAX_TRIED_BUDGET = 1 << 24  # largest token budget that is tried
-MAX_DOUBLINGS = 7  # doublings of the number of nodes that are tried
+MAX_TRIED_BUDGET = 1 << 24  # no larger token budget is tried, in tokens
+MAX_DOUBLINGS = 7  # at most so many times the number of nodes is doubled
 REQUEST_MORE = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
 
 
 def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> None:
-    """Raise ConfigError, with the first change that helps, if a run does not fit in its devices."""
+    """Raise ConfigError if a run does not fit in the memory of its devices.
+
+    The error names the first change that helps.
+    """
     memory = estimate_memory(options, corpus, hardware)
     if memory.total <= hardware.usable_bytes:
         return
-    largest, n_bytes = memory.list_by_size()[0]
+    largest_part, part_bytes = memory.list_by_size()[0]
     requested = ""
     if (
         hardware.device_name == "cpu"
@@ -43,7 +47,7 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     ):
         requested = f"; {hardware.requested_host_bytes >> 20:,} MiB are requested per node"
     raise ConfigError(
-        f"needs {format_bytes(memory.total)} per process, {format_bytes(n_bytes)} of it {largest}, but "
+        f"needs {format_bytes(memory.total)} per process, {format_bytes(part_bytes)} of it {largest_part}, but "
         f"{hardware.device_name} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
         f"{format_bytes(hardware.device_bytes)}{requested}): {find_remedy(options, corpus, hardware)}"
     )
@@ -52,10 +56,11 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
 def find_max_fitting_token_budget(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> int:
-    """Find the largest token budget with which a run that fits still does, up to MAX_TRIED_BUDGET.
+    """Find the largest token budget, up to MAX_TRIED_BUDGET, with which a run that fits still fits.
 
-    Where a larger budget needs less memory, as with fewer micro-batches per step, a smaller one than
-    the largest may be found: it fits, and one token more does not.
+    The search assumes that a larger budget needs more memory. It may need less, such as with fewer
+    micro-batches per step. Then the found budget may not be the largest: it fits, but one token more does
+    not.
     """
 
     def count_bytes(token_budget: int) -> int:
@@ -69,8 +74,8 @@ def find_max_fitting_token_budget(
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit.
 
-    If the run itself needs more host memory than its job requests, the request is to be raised too, and
-    changes may need more as well.
+    If the run needs more host memory than its job requests, the text also says to request more. Changes
+    may then need more host memory, too.
     """
     host_instructions = []
     if exceeds_host_memory(PlannedModel.measure(options, corpus, hardware), hardware):
@@ -90,18 +95,18 @@ def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) ->
 
 @dataclass(frozen=True)
 class Change:
-    """Instructions for the user, and the options and hardware that follow from them."""
+    """Instructions for the user, and the options and hardware of a run that follows them."""
 
     instructions: list[str]
     options: PlanOptions
     hardware: Hardware
 
     def with_instruction(self, instruction: str, **changed: Any) -> "Change":
-        """Add another instruction, and the `options` or `hardware` that follow from it."""
+        """Add an instruction. `changed` has the `options` or the `hardware` that follow from it."""
         return replace(self, instructions=[*self.instructions, instruction], **changed)
 
     def with_parallel(self, **values: Any) -> "Change":
-        """Set options of section `parallel`, and add the instruction for those that change."""
+        """Set options of section `parallel`, and add an instruction for the options that change."""
         options = set_parallel(self.options, **values)
         settings = [
             f"parallel.{name} to {json.dumps(value)}".replace('"', "")
@@ -112,9 +117,9 @@ class Change:
 
 
 def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> Iterator[Change]:
-    """Yield changes, the least costly in speed first.
+    """Yield changes. Changes that cost the least speed come first.
 
-    Following the instructions of a change gives exactly its options, which pass the checks of the
+    A user who follows the instructions of a change gets exactly its options. These pass the checks of the
     configuration.
     """
     for candidate in _list_candidates(options, corpus, hardware):
@@ -122,13 +127,13 @@ def list_changes(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
         try:
             change = _add_required_changes(candidate)
             check_nodes(change.options, node_counts, hardware.nproc_per_node, corpus.n_cells)
-        except ConfigError:  # another option excludes it, such as train.replay_every_steps
+        except ConfigError:  # another option excludes the change, such as train.replay_every_steps
             continue
         yield change
 
 
 def _add_required_changes(change: Change) -> Change:
-    """Add the changes of other options that a layout requires.
+    """Add changes of other options that the layout of `change` requires.
 
     Raise ConfigError if the layout does not divide the processes.
     """
@@ -149,17 +154,18 @@ def _add_required_changes(change: Change) -> Change:
 def _list_candidates(
     options: PlanOptions, corpus: CorpusSize, hardware: Hardware
 ) -> Iterator[Change]:
-    """Yield changes, the least costly in speed first, which `list_changes` checks.
+    """Yield changes that nothing has checked yet. Changes that cost the least speed come first.
 
     1. Up to BUDGETS_BEFORE_RECOMPUTING smaller token budgets.
     2. Full recomputation.
     3. Smaller token budgets.
-    4. A reduction of gradients in each micro-batch, and then smaller token budgets with it.
-    5. Full sharding, and then items 3 and 4 with it.
+    4. A reduction of gradients in each micro-batch, alone and with smaller token budgets.
+    5. Full sharding, alone and with items 3 and 4.
     6. More tensor-parallel ranks, more pipeline ranks, or offload.
     7. More nodes.
 
-    Items 2 and 5 are kept in all that follow them; every other item is tried alone on top of them.
+    All items after item 2 keep the recomputation, and all after item 5 keep full sharding. They keep no
+    change of another item.
     """
     change = Change([], options, hardware)
     yield from islice(_list_smaller_budgets(change, corpus), BUDGETS_BEFORE_RECOMPUTING)
@@ -176,7 +182,10 @@ def _list_candidates(
 
 
 def _list_budgets_and_reductions(change: Change, corpus: CorpusSize) -> Iterator[Change]:
-    """Yield smaller token budgets, a reduction in each micro-batch, and smaller budgets with it."""
+    """Yield smaller token budgets.
+
+    Then yield a reduction of gradients in each micro-batch, alone and with smaller token budgets.
+    """
     yield from _list_smaller_budgets(change, corpus)
     parallel = change.options.parallel
     if parallel.shards_gradients and not parallel.reduces_each_micro_batch:
@@ -186,9 +195,9 @@ def _list_budgets_and_reductions(change: Change, corpus: CorpusSize) -> Iterator
 
 
 def _add_full_sharding(change: Change) -> Change:
-    """Add FULL_SHARD to `change`; return `change` itself if processes would hold as much as before.
+    """Add FULL_SHARD to `change`. Return `change` itself if a process would hold as much as before.
 
-    A `shard_size` is reset, since it may not divide the processes of later changes.
+    Option `shard_size` is reset, since it may not divide the processes of later changes.
     """
     before = change.options.parallel
     sharded = change.with_parallel(strategy="fsdp", sharding_strategy="FULL_SHARD", shard_size=None)
@@ -207,11 +216,13 @@ def _add_full_sharding(change: Change) -> Change:
 def _list_layouts_and_offload(change: Change) -> Iterator[Change]:
     """Yield more tensor-parallel ranks in a node, then more pipeline ranks, then offload.
 
-    Offload is of the optimizer's state, and then of everything that can be offloaded.
+    Offload `optimizer` comes before offload `full`.
     """
     hardware = change.hardware
     model = change.options.model
     parallel = change.options.parallel
+
+    # tensor-parallel ranks: a common divisor of the sizes of the model
     tp_sizes = model.tp_sizes().values()
     max_tp = 1
     if tp_sizes:
@@ -219,11 +230,13 @@ def _list_layouts_and_offload(change: Change) -> Iterator[Change]:
     for tp in divisors(max_tp):
         if tp > parallel.tp:
             yield change.with_parallel(tp=tp, sequence_parallel=model.sequence_parallel)
-    # at least one block per stage
+
+    # pipeline ranks: every stage has at least one block
     max_pp = min(model.pp_sizes().values(), default=1) // (parallel.n_stages // parallel.pp)
     for pp in divisors(hardware.world_size // parallel.tp):
         if parallel.pp < pp <= max_pp:
             yield change.with_parallel(pp=pp)
+
     if hardware.device_name == "cpu" or not change.options.train.optimizer.offloaded:
         return
     if parallel.cpu_offload is None:
@@ -241,15 +254,14 @@ def _list_more_nodes(change: Change) -> Iterator[Change]:
 
 
 def _list_smaller_budgets(change: Change, corpus: CorpusSize) -> Iterator[Change]:
-    """Yield powers of two below the token budget that still hold the largest cell.
+    """Yield smaller token budgets: powers of two that still hold the largest cell.
 
-    Budgets that leave all micro-batches as they are, since a rank has fewer tokens in a step, are left
-    out.
+    A budget that changes no micro-batch is left out. This happens if a rank has fewer tokens in a step.
     """
     options = change.options
     layout = change.hardware.divide(options.parallel)
     counts = count_steps(options, corpus, layout)
-    # the largest power of two below token_budget; 0 if that is 1
+    # the largest power of two below token_budget; 0 if token_budget is 1
     budget = (1 << (options.train.token_budget - 1).bit_length()) >> 1
     while budget >= max(1, options.tokens.max_tokens):
         smaller = _set_budget(options, budget)
@@ -265,6 +277,6 @@ def _set_budget(options: PlanOptions, token_budget: int) -> PlanOptions:
 
 
 def set_parallel(options: PlanOptions, **changes: Any) -> PlanOptions:
-    """Copy the options with changes in section `parallel`, validated."""
+    """Copy the options with changes in section `parallel`, and validate this section."""
     parallel = Parallel.model_validate(options.parallel.model_dump() | changes)
     return options.model_copy(update={"parallel": parallel})
