@@ -41,9 +41,10 @@ class PassMeasurements:
 
     load: Load  # of the batch, without padding, before a view hides some of its tokens
     block_input: int  # elements that one block passes to the next
-    begin: PartMeasurement  # the part before the blocks, without its output
-    block: PartMeasurement  # one block, with its input and without its output
-    finish: PartMeasurement  # the part after the blocks, with its input
+    # Each part counts its input as kept, and not its output. `begin` has no input.
+    begin: PartMeasurement  # the part before the blocks
+    block: PartMeasurement  # one block
+    finish: PartMeasurement  # the part after the blocks
 
 
 class TwoLengths(NamedTuple):
@@ -111,7 +112,7 @@ def _measure_begin_and_block(
 ) -> tuple[PartMeasurement, PartMeasurement, torch.Tensor]:
     """Measure the part before the blocks and one block. Return both, and the block's output.
 
-    An output is not counted where it is made, but as the input of the next part.
+    The output of a part is not counted in this part, but as the input of the next part.
     """
     with OperationMeter() as meter:
         with meter.window() as begin_window:

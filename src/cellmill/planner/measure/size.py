@@ -5,8 +5,8 @@ random cells, which the run's own tokenizer turns into tokens.
 
 - Parameters, trained parameters and buffers are counted.
 - FLOPs come from torch's flop counter.
-- Activations that are kept for the backward pass, and its workspace, come from the lifetimes of
-  storages.
+- Activations that are kept for the backward pass, and the workspace of a backward pass, come from the
+  lifetimes of storages.
 - Tensor-parallel traffic comes from the calls of collectives.
 
 Tensors on the meta device take no memory, and torch's "fake" process group sends nothing.
@@ -40,7 +40,7 @@ from cellmill.planner.measure.passes import (
 from cellmill.planner.measure.workspace import Workspace, measure_finish
 from cellmill.planner.units import FLOAT32_BYTES, FORWARDS_PER_BACKWARD
 
-# tokens of the measured batch: in so many, the fraction of masked tokens is within 1 % of its mean
+# Tokens of a measured batch. Of this many tokens, the masked fraction is within 1 % of its mean.
 SAMPLE_TOKENS = 1 << 14
 SMALL_SAMPLE_TOKENS = 1 << 12  # for measurements that do not depend on masks
 # The tokenizer is fitted with these instead of the corpus's quantiles: sizes do not depend on values.
@@ -57,9 +57,8 @@ class PartSize:
 
     parameters: int
     trained: int  # parameters with a gradient and optimizer state
-    activations: Rates = (
-        ZERO  # kept for the backward pass, with the input of `block` and of `finish`
-    )
+    # activations that are kept for the backward pass, with the input of `block` and of `finish`
+    activations: Rates = ZERO
     # Tensor-parallel collectives of the forward pass, and for `finish` of the backward pass too. They are
     # measured without sequence parallelism; `planner.traffic` derives the collectives with it.
     collectives: int = 0  # number of calls
@@ -77,7 +76,7 @@ class Flops:
     # Forward passes of each micro-batch: 1, or 2 with a coupled loss. The first of these two has no
     # `finish`: it only collects rows of the whole global batch (`train/batch_rows.py`).
     forward_passes: int
-    # Forward passes of each micro-batch in a validation: 1 also if it leaves the coupled loss out.
+    # Forward passes of each micro-batch in a validation: 1, or 2 if validation takes the coupled loss too.
     validation_passes: int
     begin_per_token: float
     begin_per_cell: float
@@ -202,56 +201,61 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     # with sequence parallelism the trainer pads a batch to a multiple of tokens
     token_multiple = tp if sequence_parallel else 1
+
     # The first of two rounds only warms up. In it more storages stay alive: DTensor sees the shapes of an
     # operation for the first time, and a pass may import a module.
     measure_two_lengths(model, spec, SAMPLE_TOKENS, token_multiple)
-    passes = measure_two_lengths(model, spec, SAMPLE_TOKENS, token_multiple)
-    plain_passes = passes  # without sequence parallelism
+    by_length = measure_two_lengths(model, spec, SAMPLE_TOKENS, token_multiple)
+
+    # collectives are measured without sequence parallelism
+    plain_by_length = by_length
     if sequence_parallel:
         plain_model = _build(spec, method, tp, one_block=True)
-        plain_passes = measure_two_lengths(plain_model, spec, SAMPLE_TOKENS)
+        plain_by_length = measure_two_lengths(plain_model, spec, SAMPLE_TOKENS)
+
     finish = measure_finish(model, spec, token_multiple)
 
     return ModelSize(
         begin=_add_measurements(
-            parts["begin"], passes, plain_passes, lambda measured: measured.begin
+            parts["begin"], by_length, plain_by_length, lambda passes: passes.begin
         ),
         block=_add_measurements(
-            parts["block"], passes, plain_passes, lambda measured: measured.block
+            parts["block"], by_length, plain_by_length, lambda passes: passes.block
         ),
         finish=replace(
             _add_measurements(
-                parts["finish"], passes, plain_passes, lambda measured: measured.finish
+                parts["finish"], by_length, plain_by_length, lambda passes: passes.finish
             ),
             activations=finish.kept,
         ),
         tied=parts["tied"],
         trained_by_block=trained_by_block,
         buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
-        flops=_count_flops(model, len(trained_by_block), passes),
-        block_input=passes.fit(lambda measured: measured.block_input),
+        flops=_count_flops(model, len(trained_by_block), by_length),
+        block_input=by_length.fit(lambda passes: passes.block_input),
         selective=_measure_selective(spec, method, tp, sequence_parallel),
-        block_workspace=passes.fit(lambda measured: measured.block.workspace),
+        block_workspace=by_length.fit(lambda passes: passes.block.workspace),
         finish_workspace=finish.workspace,
     )
 
 
 def _add_measurements(
     part: PartSize,
-    passes: TwoLengths,
-    plain_passes: TwoLengths,
+    by_length: TwoLengths,
+    plain_by_length: TwoLengths,
     get_part: Callable[[PassMeasurements], PartMeasurement],
 ) -> PartSize:
     """Add to the size of a part its kept activations, and its tensor-parallel collectives.
 
-    `plain_passes` are without sequence parallelism. `get_part` takes the part from a measured pass.
+    The passes of `plain_by_length` were measured without sequence parallelism. `get_part` takes the part
+    from the measurements of one pass.
     """
     return replace(
         part,
-        activations=passes.fit(lambda measured: get_part(measured).kept),
-        collectives=get_part(plain_passes.long).window.collectives,
-        collective_elements=plain_passes.fit(
-            lambda measured: get_part(measured).window.collective_bytes / FLOAT32_BYTES
+        activations=by_length.fit(lambda passes: get_part(passes).kept),
+        collectives=get_part(plain_by_length.long).window.collectives,
+        collective_elements=plain_by_length.fit(
+            lambda passes: get_part(passes).window.collective_bytes / FLOAT32_BYTES
         ),
     )
 
@@ -261,20 +265,20 @@ def _measure_selective(spec: ModelSpec, method: Method, tp: int, sequence_parall
     model = _build(spec, method, tp, sequence_parallel, one_block=True)
     checkpoint_activations(model, model.plan.blocks, "selective")
     token_multiple = tp if sequence_parallel else 1
-    passes = measure_two_lengths(model, spec, SMALL_SAMPLE_TOKENS, token_multiple)
-    return passes.fit(lambda measured: measured.block.kept)
+    by_length = measure_two_lengths(model, spec, SMALL_SAMPLE_TOKENS, token_multiple)
+    return by_length.fit(lambda passes: passes.block.kept)
 
 
-def _count_flops(model: Model, n_blocks: int, passes: TwoLengths) -> Flops:
+def _count_flops(model: Model, n_blocks: int, by_length: TwoLengths) -> Flops:
     """Derive the FLOPs of all passes of a step from measured passes of a model with one block."""
-    begin = passes.fit(lambda measured: measured.begin.window.flops)
-    finish = passes.fit(lambda measured: measured.finish.window.flops)
-    block_per_token, block_per_cell = passes.fit(lambda measured: measured.block.window.flops)
+    begin = by_length.fit(lambda passes: passes.begin.window.flops)
+    finish = by_length.fit(lambda passes: passes.finish.window.flops)
+    block_per_token, block_per_cell = by_length.fit(lambda passes: passes.block.window.flops)
 
     # In long cells a token has more (query, key) pairs than in short cells. If a block also has more FLOPs
     # per token in long cells, attention has these FLOPs.
     per_pair = 0.0
-    long, short = passes
+    long, short = by_length
     long_pairs_per_token = long.load.pairs / long.load.tokens
     more_pairs_per_token = long_pairs_per_token - short.load.pairs / short.load.tokens
     if more_pairs_per_token > 0 and not block_per_cell:
@@ -332,7 +336,7 @@ def _build(
             {"strategy": "ddp", "tp": tp, "sequence_parallel": sequence_parallel}
         )
         apply_tensor_parallel(model, model.plan.tensor, parallel, build_mesh(parallel, tp, "cpu"))
-    # again, since tensor parallelism replaces parameters by new ones
+    # again, since tensor parallelism has replaced the parameters by new ones
     freeze(model, is_trained)
     return model
 

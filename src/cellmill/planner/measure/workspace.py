@@ -1,9 +1,9 @@
 """Sizes of `finish`, the part of a model after the blocks: its kept activations and its workspace.
 
 The workspace is what `finish` allocates at its peak, above the elements that it keeps for the backward
-pass. Most of it are logits. A chunked loss bounds the logits, so the workspace is measured in
-micro-batches of several sizes. Heads on cell vectors make it grow with the cells of a micro-batch.
-Other heads make it grow with the tokens.
+pass. The workspace consists mostly of logits. A chunked loss bounds the logits, so the workspace is measured in
+micro-batches of several sizes. Heads on cell vectors make the workspace grow with the cells of a
+micro-batch. Other heads make it grow with the tokens.
 """
 
 from dataclasses import dataclass
@@ -62,14 +62,16 @@ def measure_finish(model: Model, spec: ModelSpec, token_multiple: int) -> Finish
     a table, which a chunked loss makes in its forward pass.
     """
     long = [measure_passes(model, spec, n, token_multiple) for n in MEASURED_TOKENS]
-    # cells of half the length, in all sizes but the largest
+    # cells of half the length, in micro-batches of all sizes but the largest
     short = [
         measure_passes(model, spec, n, token_multiple, length_divisor=2)
         for n in MEASURED_TOKENS[:-1]
     ]
+
     # Elements that do not grow with the micro-batch are in every measurement. They cancel in the
     # difference between two sizes, so they count as workspace and not as kept.
     kept = fit_rates(*_subtract_largest_two(long), *_subtract_largest_two(short))
+
     by_tokens = tuple(_find_tokens_and_workspace(passes, kept) for passes in long)
     short_by_tokens = [_find_tokens_and_workspace(passes, kept) for passes in short]
     long_cell_tokens = long[-1].load.tokens / long[-1].load.cells
@@ -102,19 +104,19 @@ def _fit_equivalent_tokens(
     short_by_tokens: list[TokensAndWorkspace],
     long_cell_tokens: float,
 ) -> Rates:
-    """Fit `Workspace.equivalent_tokens` to micro-batches of short cells.
+    """Fit `Workspace.equivalent_tokens` to micro-batches of long cells and of short cells.
 
-    Short cells have half the tokens of long cells, which have `long_cell_tokens` tokens. If the
-    workspace grows with tokens, a micro-batch of short cells needs as much as one of long cells with
-    equal tokens. If the workspace grows with cells, it needs as much as one of long cells with twice the
-    tokens.
+    A long cell has `long_cell_tokens` tokens, and a short cell half as many. If the workspace grows with
+    tokens, a micro-batch of short cells needs as much as a micro-batch of long cells with equal tokens. If
+    the workspace grows with cells, a micro-batch of short cells needs as much as a micro-batch of long
+    cells with twice the tokens.
     """
     short_total = sum(elements for _, elements in short_by_tokens)
-    # of long cells with equal tokens: all sizes but the largest have short cells too
+    # of long cells with equal tokens: the largest micro-batch has no counterpart of short cells
     long_total = sum(elements for _, elements in long_by_tokens[:-1])
     if short_total <= (1 + MIN_DIFFERENCE_FRAC) * long_total:
         return Rates(per_token=1.0)
-    # of long cells with twice the tokens, and so with equal cells
+    # of long cells with twice the tokens: these are as many cells as in the short micro-batches
     workspace = Workspace(long_by_tokens, Rates(per_token=1.0))
     doubled_total = sum(workspace.interpolate(2 * tokens) for tokens, _ in short_by_tokens)
     # 0 if the workspace grows with tokens only, 1 if it grows with cells only
