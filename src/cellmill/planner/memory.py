@@ -243,8 +243,8 @@ class _RankMemory:
     def at_last_reduction(self) -> Memory:
         """Estimate the memory when FSDP2 reduces the last gradients.
 
-        Without a pipeline, the last gradients are those of the parts outside the blocks. With a pipeline,
-        they are those of the parts outside the blocks or of one block, whichever are more.
+        Without a pipeline, they belong to the parts outside the blocks. With a pipeline, they belong to
+        the parts outside the blocks or to one block, whichever has more gradients.
         """
         totals = self.totals
         if self.parallel.pp > 1:  # the gradients of a stage are reduced after its last micro-batch
@@ -329,8 +329,8 @@ class _RankMemory:
         # before its backward pass, a block recomputes the activations that it has not kept
         recomputed_bytes = self._count_bytes(size.block.activations) - self._kept_block_bytes
         workspace_bytes = self._count_bytes(size.block_workspace) + recomputed_bytes
-        # The last block's backward pass follows that of `finish`. The activations of `finish` are free by
-        # then, but `_kept_bytes` counts them.
+        # The backward pass of `finish` comes before the last block's. Its activations are free by then, but
+        # `_kept_bytes` counts them.
         if self.totals.has_finish:
             workspace_bytes -= self._count_bytes(size.finish.activations)
         return max(workspace_bytes, 0)
