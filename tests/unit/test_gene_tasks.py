@@ -36,8 +36,13 @@ from cellmill.evaluate.hidden_genes.partly_hidden_cells import PartlyHiddenCells
 from cellmill.evaluate.methods import EMBEDDING, UNTRAINED
 from cellmill.evaluate.task import Context, Skipped, run_task
 from cellmill.evaluate.tasks.gene_embedding import GeneEmbedding
-from cellmill.evaluate.tasks.gene_task import auroc, auroc_terms
-from cellmill.evaluate.tasks.grn import Grn, average_precision, build_network, select_known_edges
+from cellmill.evaluate.tasks.gene_task import compute_auroc, compute_auroc_terms
+from cellmill.evaluate.tasks.grn import (
+    Grn,
+    build_network,
+    compute_average_precision,
+    select_usable_edges,
+)
 from cellmill.evaluate.tasks.imputation import task as imputation_task
 from cellmill.evaluate.tasks.imputation.fold_scores import score_expression
 from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, predict_by_regressions
@@ -74,11 +79,11 @@ def test_scores_of_rankings_equal_scikit_learn() -> None:
     random = np.random.default_rng(1)
     member = random.random(300) < 0.2
     scores = np.round(random.normal(size=300) + member, 1)  # with ties
-    assert auroc(member, scores) == pytest.approx(roc_auc_score(member, scores))
-    assert average_precision(member, scores) == pytest.approx(
+    assert compute_auroc(member, scores) == pytest.approx(roc_auc_score(member, scores))
+    assert compute_average_precision(member, scores) == pytest.approx(
         average_precision_score(member, scores)
     )
-    terms = auroc_terms(member, scores)
+    terms = compute_auroc_terms(member, scores)
     assert terms.mean() == pytest.approx(roc_auc_score(member, scores))
     own = scores[member]
     other = scores[~member]
@@ -255,7 +260,7 @@ def test_edges_are_matched_by_alias() -> None:
         ("STAT1", "GAPDH"),
         ("STAT1", "nothing"),
     ]
-    pairs = select_known_edges(edges, vocabulary, np.array([True, True, False]))
+    pairs = select_usable_edges(edges, vocabulary, np.array([True, True, False]))
     assert pairs.tolist() == [[0, 1]]
     factors, _, _, left_out = build_network(np.array([[0, 1], [1, 0], [2, 1]]), 1)
     assert factors.tolist() == [2]  # the others have no other candidate than their target
@@ -491,9 +496,9 @@ def test_cells_of_the_dataset_are_fitted_separately(context: Context) -> None:
         replace(context, dataset="elsewhere"), _hidden(context).hidden_genes
     )
     assert trained is not None
-    assert [*trained.groups()] == [""]  # a dataset that the model was not trained on
+    assert [*trained.groups_by_note()] == [""]  # a dataset that the model was not trained on
     some = replace(trained, is_from_dataset=np.arange(len(trained.is_from_dataset)) % 3 == 0)
-    groups = some.groups()
+    groups = some.groups_by_note()
     assert [*groups] == ["", ", training cells of the dataset"]
     assert (groups[", training cells of the dataset"] % 3 == 0).all()
     hidden = _hidden(context)

@@ -1,3 +1,5 @@
-"""Built-in evaluation tasks: a module each, or a folder with `task.py`; `classification` has those that
-predict labels, and `gene_task.py` the base of those about genes.
+"""Built-in evaluation tasks. Each is a module, or a folder with a module `task.py`.
+
+Folder `classification` has the tasks that predict labels. Module `gene_task.py` has the base of the tasks
+about genes.
 """

@@ -1,8 +1,9 @@
-"""Task `grn`: targets of transcription factors, ranked by the similarity of gene vectors
+"""Task `grn`: similarity of the gene vectors of transcription factors and their targets
 (docs/evaluation.md).
 
-Vectors are centred over all genes, because what all vectors share says nothing about a pair.
-Intervals are over transcription factors.
+For each factor of a known regulatory network, genes are ranked by their similarity with the factor. The
+known targets should be ranked first. Vectors are centred over all genes, because what all vectors have in
+common says nothing about a pair. Intervals are over transcription factors.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,26 +28,30 @@ from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.gene_task import GeneTask, auroc, read_lines
+from cellmill.evaluate.tasks.gene_task import GeneTask, compute_auroc, read_lines
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 CO_EXPRESSION_PEARSON = ScoredMethod("co-expression, Pearson")
 CO_EXPRESSION_SPEARMAN = ScoredMethod("co-expression, Spearman")
 RANDOM_RANKING = ScoredMethod("random")
-DRAWS = 20  # random rankings
+RANDOM_RANKINGS = 20  # row RANDOM_RANKING has the mean scores of this many random rankings
+MIN_LENGTH = 1e-12  # vectors that are shorter are divided by this length, so that zeros stay zeros
 
 
 class RegulatoryNetwork(NamedTuple):
-    """Edges from transcription factors to targets, both rows of the vocabulary, ascending."""
+    """Known edges from transcription factors to target genes. All genes are rows of the vocabulary."""
 
-    factors: np.ndarray
-    targets: np.ndarray
-    is_edge: np.ndarray  # (factors, targets) bool
-    left_out: np.ndarray  # factors with too few targets, or no gene that is not a target
+    factors: np.ndarray  # (factors,) int64, ascending
+    targets: np.ndarray  # (targets,) int64, ascending: all genes that are a target of some factor
+    is_edge: (
+        np.ndarray
+    )  # (factors, targets) bool: True if the target is a known target of the factor
+    # factors that are not scored: they have too few targets, or all other genes are their targets
+    left_out: np.ndarray
 
     @property
     def is_candidate(self) -> np.ndarray:
-        """(factors, targets) bool: pairs of two different genes."""
+        """(factors, targets) bool: True for the pairs that are ranked, which are of two different genes."""
         return self.factors[:, None] != self.targets
 
 
@@ -54,8 +59,9 @@ class Grn(GeneTask):
     config: GrnConfig
 
     def score(self, context: Context, vectors: ByMethod, profiles: sp.csr_matrix) -> TaskResult:
-        """AUROC and AUPRC of each kind of features. Raises DataError where too few edges have genes
-        of the model.
+        """AUROC and AUPRC of the known targets, by the similarity of gene vectors and of expression.
+
+        Raises DataError if too few edges, or no factor, can be used.
         """
         is_expressed = np.asarray(profiles.sum(axis=0)).ravel() > 0
         network, figures = self._read_network(context, is_expressed)
@@ -74,28 +80,32 @@ class Grn(GeneTask):
     def _read_network(
         self, context: Context, is_expressed: np.ndarray
     ) -> tuple[RegulatoryNetwork, dict[str, Any]]:
-        """Network of the file's edges between genes of the mask `is_expressed`, (genes,) bool, and figures
-        for metrics.json. Prints the coverage.
+        """Network of the edges that can be used, and figures for metrics.json. Prints how many edges and
+        factors these are.
+
+        The genes of an edge must be known to the model and expressed. `is_expressed` is (genes,) bool over
+        the vocabulary.
         """
         config = self.config
         path = Path(config.edges)
         vocabulary = context.model.vocabulary
         edges = read_edges(path)
-        known = select_known_edges(edges, vocabulary, is_expressed)
-        n_known = len(known)
-        if n_known < config.min_edges:
-            named = rows_of_names(chain.from_iterable(edges), vocabulary)
-            absent = sorted(name for name, row in named.items() if row < 0)
-            examples = f", not {', '.join(absent[:3])}" if absent else ""
+        usable_edges = select_usable_edges(edges, vocabulary, is_expressed)
+        n_usable = len(usable_edges)
+        if n_usable < config.min_edges:
+            row_by_name = rows_of_names(chain.from_iterable(edges), vocabulary)
+            unknown = sorted(name for name, row in row_by_name.items() if row < 0)
+            examples = f", not {', '.join(unknown[:3])}" if unknown else ""
             raise DataError(
-                f"{path}: {n_known:,} of {len(edges):,} edges can be used (two different genes that the model knows "
+                f"{path}: {n_usable:,} of {len(edges):,} edges can be used (two different genes that the model knows "
                 f"and its training cells express); at least {config.min_edges:,} are needed: name genes by Ensembl id "
                 f"or current symbol{examples}, or lower evaluate.tasks.grn.min_edges"
             )
-        network = build_network(known, config.min_targets)
+
+        network = build_network(usable_edges, config.min_targets)
         n_factors = len(network.factors)
         line = (
-            f"{n_known:,} of {len(edges):,} edges have two genes that the model knows and its training cells "
+            f"{n_usable:,} of {len(edges):,} edges have two genes that the model knows and its training cells "
             f"express; {n_factors:,} factors have {config.min_targets} targets or more"
         )
         print(f"{context.dataset}: grn: {path}: {line}", flush=True)
@@ -106,9 +116,10 @@ class Grn(GeneTask):
             raise DataError(
                 f"{path}: {line}; lower evaluate.tasks.grn.min_targets, or give more edges"
             )
+
         figures = {
             "edges": len(edges),
-            "known_edges": n_known,
+            "known_edges": n_usable,
             "factors": n_factors,
             "targets": len(network.targets),
             "share_of_edges": float(network.is_edge[network.is_candidate].mean()),
@@ -118,8 +129,9 @@ class Grn(GeneTask):
 
 
 def read_edges(path: Path) -> list[tuple[str, str]]:
-    """Transcription factors and targets as written, each pair once. Raises DataError naming the
-    malformed line.
+    """Pairs of a transcription factor and a target, with the names in the file. Each pair is listed once.
+
+    Raises DataError for a line without two names.
     """
     edges: dict[tuple[str, str], None] = {}
     for number, fields in read_lines(path):
@@ -132,22 +144,29 @@ def read_edges(path: Path) -> list[tuple[str, str]]:
     return [*edges]
 
 
-def select_known_edges(
-    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, usable: np.ndarray
+def select_usable_edges(
+    edges: Iterable[tuple[str, str]], vocabulary: Vocabulary, is_expressed: np.ndarray
 ) -> np.ndarray:
-    """(edges, 2) int64: vocabulary rows of the edges of two different genes of `usable`, (genes,)
-    bool, each once.
+    """(edges, 2) int64: factor and target of each edge that can be used, as rows of the vocabulary. Each
+    edge is listed once.
+
+    An edge can be used if it has two different genes that the model knows and that are expressed.
+    `is_expressed` is (genes,) bool over the vocabulary.
     """
-    rows = rows_of_names(chain.from_iterable(edges), vocabulary)
-    pairs = np.array([(rows[factor], rows[target]) for factor, target in edges], np.int64)
+    row_by_name = rows_of_names(chain.from_iterable(edges), vocabulary)
+    pairs = np.array(
+        [(row_by_name[factor], row_by_name[target]) for factor, target in edges], np.int64
+    )
     is_known = (pairs >= 0).all(1)
-    differs = pairs[:, 0] != pairs[:, 1]
-    is_usable = usable[pairs].all(1)
-    return np.unique(pairs[is_known & differs & is_usable], axis=0)
+    are_different = pairs[:, 0] != pairs[:, 1]
+    are_expressed = is_expressed[pairs].all(1)
+    return np.unique(pairs[is_known & are_different & are_expressed], axis=0)
 
 
 def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
-    """RegulatoryNetwork of the known edges `pairs`, (edges, 2)."""
+    """The network of the edges `pairs`, (edges, 2) rows of the vocabulary. Factors with fewer than
+    `min_targets` targets are left out.
+    """
     factors = np.unique(pairs[:, 0])
     targets = np.unique(pairs[:, 1])
     is_edge = np.zeros((len(factors), len(targets)), bool)
@@ -163,17 +182,19 @@ def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
 def compare_genes(
     vectors: ByMethod, profiles: sp.csr_matrix, network: RegulatoryNetwork
 ) -> ByMethod:
-    """(factors, targets) by method: cosines of centred gene vectors, and correlations of the
-    expression in `profiles`, (cells, genes).
+    """Similarity of each factor and target, (factors, targets) by method. It is the cosine of their
+    centred gene vectors, or the correlation of their expression over the cells in `profiles`.
+
+    `vectors` are (genes, width) by method, and `profiles` are (cells, genes).
     """
     similarities = {}
     for method, values in vectors.items():
         if method == RANDOM:
-            continue  # `_rank_pairs` draws several random rankings instead
+            continue  # row RANDOM_RANKING has random similarities instead
         centred = values.astype(np.float64) - values.mean(0, dtype=np.float64)
         length = np.linalg.norm(centred, axis=1, keepdims=True)
-        unit = centred / np.maximum(length, 1e-12)
-        cosines = unit[network.factors] @ unit[network.targets].T
+        scaled = centred / np.maximum(length, MIN_LENGTH)
+        cosines = scaled[network.factors] @ scaled[network.targets].T
         similarities[method] = np.asarray(cosines)
     factor_expression = profiles[:, network.factors].toarray()
     target_expression = profiles[:, network.targets].toarray()
@@ -187,26 +208,29 @@ def compare_genes(
 def _rank_pairs(
     similarities: ByMethod, network: RegulatoryNetwork, seed: int
 ) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
-    """A column for each score, with the factors as units, and scores over all pairs by row."""
+    """Scores of the rankings by each method: a column for each score, with the factors as units, and the
+    scores over the pairs of all factors by method and heading.
+    """
     is_edge = network.is_edge
     is_candidate = network.is_candidate
     columns = []
     pooled: dict[ScoredMethod, dict[str, float]] = {
         method: {} for method in (*similarities, RANDOM_RANKING)
     }
-    for score, function in (("AUROC", auroc), ("AUPRC", average_precision)):
+    for score, compute in (("AUROC", compute_auroc), ("AUPRC", compute_average_precision)):
         heading = f"{score}, all pairs"
         scores = {}
         for method, values in similarities.items():
-            scores[method] = _score_factors(function, is_edge, is_candidate, values)
-            pooled[method][heading] = function(is_edge[is_candidate], values[is_candidate])
+            scores[method] = _score_factors(compute, is_edge, is_candidate, values)
+            pooled[method][heading] = compute(is_edge[is_candidate], values[is_candidate])
+        # means of the scores over random rankings
         generator = seeded(seed, draws.RANDOM_PAIRS)
         by_factor = []
         over_pairs = []
-        for _ in range(DRAWS):
+        for _ in range(RANDOM_RANKINGS):
             values = generator.random(is_edge.shape)
-            by_factor.append(_score_factors(function, is_edge, is_candidate, values))
-            over_pairs.append(function(is_edge[is_candidate], values[is_candidate]))
+            by_factor.append(_score_factors(compute, is_edge, is_candidate, values))
+            over_pairs.append(compute(is_edge[is_candidate], values[is_candidate]))
         scores[RANDOM_RANKING] = np.mean(by_factor, axis=0)
         pooled[RANDOM_RANKING][heading] = float(np.mean(over_pairs))
         columns.append(ScoreColumn(score, f"{score} of edges", scores))
@@ -214,23 +238,27 @@ def _rank_pairs(
 
 
 def _score_factors(
-    function: Callable[[np.ndarray, np.ndarray], float],
+    compute: Callable[[np.ndarray, np.ndarray], float],
     is_edge: np.ndarray,
     is_candidate: np.ndarray,
     values: np.ndarray,
 ) -> np.ndarray:
-    """(1, factors): score of each factor over its candidate targets."""
+    """(1, factors) float64: score of each factor over the targets that are ranked for it. `compute` gets
+    what is a target of the factor, and the similarities, and returns the score.
+    """
     rows = zip(is_edge, is_candidate, values)
-    return np.array([[function(edges[pairs], row[pairs]) for edges, pairs, row in rows]])
+    return np.array([[compute(edges[ranked], row[ranked]) for edges, ranked, row in rows]])
 
 
-def average_precision(member: np.ndarray, scores: np.ndarray) -> float:
-    """Area under the steps of precision over recall; ties are one step."""
+def compute_average_precision(is_member: np.ndarray, scores: np.ndarray) -> float:
+    """Area under the curve of precision over recall, as a sum of steps. Genes with equal scores are one
+    step.
+    """
     order = np.argsort(-scores, kind="stable")
-    hits = np.cumsum(member[order])
-    ranked = scores[order]
-    # last rank of each group of equal scores
-    ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
+    hits = np.cumsum(is_member[order])
+    falling = scores[order]
+    # index of the last of each group of equal scores
+    ends = np.flatnonzero(np.append(falling[1:] != falling[:-1], True))
     precision = hits[ends] / (ends + 1)
     recall = hits[ends] / hits[-1]
     return float((np.diff(recall, prepend=0) * precision).sum())

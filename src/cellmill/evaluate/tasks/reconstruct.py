@@ -1,7 +1,8 @@
 """Task `reconstruct`: the training objective on the evaluated cells, compared with gene statistics of
 training cells (docs/evaluation.md).
 
-Masks are keyed by cell and position, so they are the same in every evaluation.
+The random numbers of a mask depend on the seed, the cell and the position only. So the same genes are
+masked in every evaluation.
 """
 
 from dataclasses import replace
@@ -39,27 +40,32 @@ from cellmill.models.objective import EVALUATION_STEP
 from cellmill.parallel.materialize import to_empty
 from cellmill.runs.results import TaskResult
 
-MAX_RECONSTRUCTED_CELLS = 10_000  # cells used at most; R² then has a standard error below 0.001
+# At most this many cells are used. The standard error of R² is then below 0.001.
+MAX_RECONSTRUCTED_CELLS = 10_000
 
 
 class Reconstruct(Task):
     config: ReconstructConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Number of cells, and metrics and verdicts of the objective."""
+        """Metrics and verdicts of the objective on the evaluated cells.
+
+        Raises Skipped if no scored cell has a gene that the model knows.
+        """
         cells = draw_cells(
             np.flatnonzero(context.scored),
             MAX_RECONSTRUCTED_CELLS,
             context.options.seed,
             draws.RECONSTRUCTED_CELLS,
         )
-        model = self._change_objective(context.model)
+        model = self._with_objective_options(context.model)
         network = model.network
         arrays = _observe(context, network, cells)
         if not arrays:
             raise Skipped("no scored cell has a gene that the model knows")
         for head, classifier in find_classifiers(network, context.model.config).values():
-            # changes the network that all tasks share: harmless, because only `judge` reads it
+            # Without option `objective` this changes the network that all tasks share, which is
+            # harmless: only `judge` reads the temperature.
             head.calibrated_temperature = (classifier["calibration"] or {}).get("temperature")
         metrics, verdicts = network.objective.judge_observed(
             *arrays, statistics=model.gene_statistics
@@ -74,14 +80,19 @@ class Reconstruct(Task):
         # masks, states and predictions take about as long as four embeddings
         return 0.2 + sizes.read_s() + 4 * n * sizes.forward_s
 
-    def _change_objective(self, model: EvaluatedModel) -> EvaluatedModel:
-        """The model with the changed options of its objective, sharing its parameters."""
+    def _with_objective_options(self, model: EvaluatedModel) -> EvaluatedModel:
+        """The evaluated model. If option `objective` is set, a copy of the model whose objective has these
+        options. Model and copy share their parameters.
+
+        Raises ConfigError if the options would change what was trained.
+        """
         if not self.config.objective:
             return model
         spec = spec_of(model.config, model.vocabulary.n_genes)
         changed = spec.objective.model_dump() | self.config.objective
         objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
         network = to_empty(build(replace(spec, objective=objective)), "cpu")
+        # names and shapes of parameters that only one of the two networks has
         trained = model.network.state_dict()
         shapes = {(name, tensor.shape) for name, tensor in network.state_dict().items()}
         trained_shapes = {(name, tensor.shape) for name, tensor in trained.items()}
@@ -100,7 +111,9 @@ class Reconstruct(Task):
 def _describe_unknown_labels(
     context: Context, network: Model, cells: np.ndarray
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures and notes on `cells` that are not judged because the model does not know their label."""
+    """Figures on `cells` (indices) whose label the model does not know, and a note for each obs column with
+    such cells. They are not judged.
+    """
     figures: dict[str, Any] = {}
     notes = []
     dataset = context.reader.dataset or context.dataset
@@ -120,8 +133,8 @@ def _describe_unknown_labels(
 
 
 def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.ndarray]:
-    """Output of `objective.observe` over all batches of `cells`, concatenated; empty without any
-    token.
+    """The arrays that `objective.observe` returns, each concatenated over all batches of `cells` (indices).
+    The list is empty if no cell has a token.
     """
     model = context.model
     reader = context.reader
@@ -134,7 +147,9 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
         )
     per_cell = {"levels": read_levels(reader, network), "numbers": obs_numbers}
     keys = {"seed": context.options.seed, "step": EVALUATION_STEP}
-    observed: list[list[np.ndarray]] = []  # arrays of each batch
+    observed: list[
+        list[np.ndarray]
+    ] = []  # for each micro-batch, the arrays that `observe` returned
     with inference_mode(device, context.options.precision):
         batches = tokenize_blocks(
             reader.rows(ROW_BLOCK),
@@ -155,4 +170,4 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
                         tensor = tensor.float()
                     arrays.append(tensor.cpu().numpy())
                 observed.append(arrays)
-    return [np.concatenate(arrays) for arrays in zip(*observed)]
+    return [np.concatenate(pieces) for pieces in zip(*observed)]

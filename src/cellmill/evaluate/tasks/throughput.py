@@ -1,7 +1,7 @@
 """Task `throughput`: the time and memory that stage `embed` took for all cells of the dataset.
 
-The seconds cover reading, tokenizing and embedding. The peak memory is the device's, or without a
-GPU the whole process's.
+The time covers reading, tokenizing and embedding. The peak memory is memory of the GPU. Without a GPU
+it is memory of the whole process.
 """
 
 from cellmill.config.parts.tasks import ThroughputConfig
@@ -17,7 +17,7 @@ class Throughput(Task):
         return 0.0
 
     def run(self, context: Context) -> TaskResult:
-        """Time and memory of the embedding, in one row."""
+        """One row with the time and the peak memory of the embedding."""
         cost = context.embedding_cost
         n_cells = context.reader.n_obs
         numbers = {

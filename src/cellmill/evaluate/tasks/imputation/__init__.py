@@ -1,1 +1,1 @@
-"""Task `imputation`: cells with hidden genes, what predicts these genes, and the scores of predictions."""
+"""Task `imputation`: the methods that predict hidden genes of cells, and the scores of their predictions."""

@@ -1,6 +1,7 @@
-"""Scores of predicted expression: correlations by gene and by cell, and errors.
+"""Scores of predicted expression: correlations by gene and by cell, and squared errors.
 
-Scores are computed within one fold, so that differences between folds do not count as correlation.
+Scores are computed within one fold. Otherwise differences between folds, such as donors with more
+expression, would count as correlation.
 
 Legend: C cells, G hidden genes.
 """
@@ -17,7 +18,8 @@ from cellmill.evaluate.methods import ByMethod
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.runs.results import ScoredMethod
 
-METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for MSE only
+# names of the metrics in words, by their headings in tables; a lower score is better for MSE only
+METRICS: Mapping[str, str] = {
     "Pearson by gene": "Pearson of a gene over cells",
     "Spearman by gene": "Spearman of a gene over cells",
     "Pearson by cell": "Pearson of a cell over genes",
@@ -28,21 +30,23 @@ METRICS: Mapping[str, str] = {  # names in words by heading; lower is better for
 
 @dataclass(frozen=True)
 class FoldPrediction:
-    """Expression of the tested cells of one fold, predicted by one method."""
+    """Expression of hidden genes in the tested cells of one fold, predicted by one method."""
 
     method: ScoredMethod
-    repetition: int
+    repetition: int  # the repetition that the fold belongs to
     n_repetitions: int
-    cells: np.ndarray  # indices of the scored cells
-    values: np.ndarray  # (cells, G)
+    cells: np.ndarray  # indices of the tested cells among the scored cells
+    values: np.ndarray  # (tested cells, G)
 
 
 def make_columns(predictions: Iterable[FoldPrediction], true: np.ndarray) -> list[ScoreColumn]:
-    """A column for each metric: means over the folds of a repetition, for methods that have the
-    metric. `true`, (C, G), is the measured expression of all cells.
+    """A column for each metric, with the scores of all methods that have this metric.
+
+    A score is the mean over the folds of a repetition. Its unit is a gene in the metrics by gene, and a
+    cell in the others. `true`, (C, G), is the measured expression of all scored cells.
     """
     n_cells, n_genes = true.shape
-    # sums and counts of scores, (2, repetitions, cells or genes), by metric and method
+    # sums of scores and numbers of scores, (2, repetitions, genes or cells), by metric and method
     totals: dict[str, ByMethod] = {metric: {} for metric in METRICS}
     for prediction in predictions:
         scores = score_expression(prediction.values, true[prediction.cells])
@@ -69,8 +73,8 @@ def make_columns(predictions: Iterable[FoldPrediction], true: np.ndarray) -> lis
 
 
 def score_expression(predicted: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
-    """Scores by metric, (G,) or (C,) float64, of expression (C, G); a correlation with a constant
-    is NaN.
+    """Scores of predicted expression, (C, G), by metric. Scores are (G,) float64 in the metrics by gene,
+    and (C,) float64 in the others. A correlation is NaN if the predicted or the true values are constant.
     """
     predicted = predicted.astype(np.float64)
     true = true.astype(np.float64)

@@ -1,7 +1,8 @@
 """Regressions that predict hidden genes from features of the visible genes.
 
-Features are used with and without standardising. It raises the weight of small components, which
-helps or hurts, depending on the number of cells.
+Each regression is fitted to standardised features, and again to features as they are. Standardising
+gives more weight to components with a small variance. This helps or hurts, depending on the number of
+cells.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
 """
@@ -28,33 +29,38 @@ GENE_MEANS = ScoredMethod("gene means")
 
 
 class VisibleFeatures(NamedTuple):
-    """Profiles and embeddings of the visible genes of some cells."""
+    """Profiles and embeddings of some cells. Both are computed from the visible genes only."""
 
     profiles: sp.csr_matrix  # (C, V) float32: log(1 + counts per 10,000)
-    vectors: ByMethod  # (C, H) by the model and by the untrained model
+    vectors: ByMethod  # (C, H) embeddings, by the model and by the untrained model
 
     @classmethod
     def compute(cls, cells: PartlyHiddenCells, model: EvaluatedModel) -> Self:
+        """Features of all of `cells`."""
         vectors = {EMBEDDING: cells.embed(model.network), UNTRAINED: cells.embed(model.untrained)}
         return cls(cells.visible_profiles, vectors)
 
     def select(self, cells: np.ndarray) -> Self:
-        """Features of `cells` (indices)."""
+        """Features of some of the cells, `cells` (indices)."""
         return type(self)(self.profiles[cells], select_cells(self.vectors, cells))
 
 
 def predict_by_regressions(
     expression: np.ndarray, fitted: VisibleFeatures, tested: VisibleFeatures, neighbors: int
 ) -> ByMethod:
-    """Expression of the tested cells, (C, G) by method: regressions on vectors and on components of
-    the profiles, and the means over the fitted cells, whose `expression` is (C, G).
+    """Predicted expression of the hidden genes in the tested cells, (tested cells, G) by method.
+
+    The methods are regressions on the embeddings, regressions on principal components of the profiles,
+    and the mean of the fitted cells. `expression`, (fitted cells, G), is the expression of the hidden
+    genes in the fitted cells. `neighbors` is the k of the kNN regressions, at most the number of fitted
+    cells.
     """
     components = pca(fitted.profiles.shape).fit(fitted.profiles)
-    features = fitted.vectors | {VISIBLE_COMPONENTS: components.transform(fitted.profiles)}
+    fitted_features = fitted.vectors | {VISIBLE_COMPONENTS: components.transform(fitted.profiles)}
     tested_features = tested.vectors | {VISIBLE_COMPONENTS: components.transform(tested.profiles)}
     n_neighbors = min(neighbors, len(expression))
     predicted: ByMethod = {}
-    for method, values in features.items():
+    for method, values in fitted_features.items():
         for ending, scaler in (("", StandardScaler()), (", unscaled", None)):
             regressors = {"ridge": RidgeCV(ALPHAS), KNN: KNeighborsRegressor(n_neighbors)}
             for name, regressor in regressors.items():

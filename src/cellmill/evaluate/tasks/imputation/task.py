@@ -1,10 +1,11 @@
 """Task `imputation`: prediction of genes that are hidden from the model (docs/evaluation.md).
 
-The model is compared with regressions on its own training cells (`training_cell_regressions.py`). Regressions on
-folds of the scored cells are fitted on other, mostly fewer, cells. They have rows of their own, and no
+The model is compared with regressions that are fitted on its own training cells
+(`training_cell_regressions.py`). Further regressions are fitted on folds of the scored cells. They are
+fitted on other cells than the model, and mostly on fewer cells. So they have rows of kind variant, and no
 verdict compares them with the model.
 
-Legend: C cells, G hidden genes.
+Legend: C scored cells, G hidden genes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,10 +39,12 @@ from cellmill.evaluate.tasks.imputation.regressions import VisibleFeatures, pred
 from cellmill.evaluate.tasks.imputation.training_cell_regressions import TrainingCellRegressions
 from cellmill.runs.results import ScoredMethod, TaskResult
 
-# scored cells used at most: they are embedded again, and every gene is predicted in each fold
+# At most this many scored cells are used, because they are embedded again, and because all hidden genes
+# are predicted in each fold.
 MAX_IMPUTED_CELLS = 2_000
-REGRESSION_CELL_S = 4e-4  # seconds per fitted cell of all regressions
-# the ridge of the export without the decoder; its components are of hidden and visible genes
+REGRESSION_CELL_S = 4e-4  # seconds of all regressions together, for each fitted cell
+# The row of the ridge regression in the model's export, without the decoder. Its principal components
+# are of all genes, hidden genes too.
 EXPORTED_RIDGE = ScoredMethod(f"PCA{COMPONENTS} of all genes", classifier="ridge")
 
 
@@ -49,7 +52,10 @@ class Imputation(Task):
     config: ImputationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Correlations by gene and by cell, and errors. Raises DataError if no listed gene can be
+        """Correlations by gene and by cell, and squared errors.
+
+        Raises Skipped if the dataset has no counts, too few scored cells, or no gene that can be hidden.
+        Raises DataError if option `genes` lists genes, and none or all of the measured genes would be
         hidden.
         """
         if context.reader.ordered:
@@ -60,11 +66,12 @@ class Imputation(Task):
             context.options.seed,
             draws.IMPUTED_CELLS,
         )
-        role, folds = self._split(context, scored)
+        role, folds = self._split_cells(context, scored)
         counts = read_rows(context.reader, scored)
         hidden_genes = self._choose_genes(context, counts)
         partly_hidden = PartlyHiddenCells.from_context(context, scored, counts, hidden_genes)
         regressions = TrainingCellRegressions.read(context, hidden_genes)
+
         figures = {
             "n_cells": len(scored),
             "hidden_genes": len(hidden_genes),
@@ -77,6 +84,7 @@ class Imputation(Task):
             figures["training_cells"] = len(regressions.is_from_dataset)
             figures["training_cells_of_dataset"] = int(regressions.is_from_dataset.sum())
         _print_sizes(context.dataset, figures)
+
         predictions = self.predict_folds(context.model, partly_hidden, regressions, folds)
         columns = make_columns(predictions, partly_hidden.hidden_expression)
         return tabulate(columns, figures, [column for column in columns if _is_judged(column)])
@@ -96,10 +104,11 @@ class Imputation(Task):
         # the model and the untrained model embed the cells, and the decoder predicts
         return 3 * (n + n_training) * sizes.forward_s + training_s + n_folds * fold_s
 
-    def _split(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
-        """Role whose values are left out, or "cells" for folds of cells, and the folds.
+    def _split_cells(self, context: Context, cells: np.ndarray) -> tuple[str, list[Fold]]:
+        """Kind and list of the folds. Folds leave out donors, or else batches, or else cells. The kind is
+        `donor`, `batch` or `cells`.
 
-        Raises Skipped for too few cells.
+        `cells` are indices of the scored cells. Raises Skipped if they are too few for folds of cells.
         """
         role, folds = split_donors(
             context.roles, cells, self.config.most_folds, min_cells=MIN_REGRESSION_CELLS
@@ -119,10 +128,11 @@ class Imputation(Task):
         return "cells", folds
 
     def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
-        """Rows of the vocabulary to hide, ascending, (G,) int64: the listed genes or a draw.
+        """Genes to hide, (G,) int64: rows of the vocabulary, ascending. They are the genes that option
+        `genes` lists, or otherwise drawn.
 
-        Only genes that enough of the cells express are hidden. `counts`, (C, columns of the file), are
-        their counts. Raises Skipped if there is none.
+        Only genes that at least `min_cells` of the scored cells express are hidden. `counts`, (C, columns
+        of the file), are the counts of these cells. Raises Skipped if no gene can be drawn.
         """
         config = self.config
         n_genes = context.model.vocabulary.n_genes
@@ -143,9 +153,11 @@ class Imputation(Task):
     def _find_listed_genes(
         self, context: Context, names: list[str], is_expressed: np.ndarray
     ) -> np.ndarray:
-        """Rows of the named genes that are expressed; prints the others.
+        """Rows of the genes `names` in the vocabulary, ascending. Genes that are unknown or not expressed
+        are left out, and printed.
 
-        Raises DataError if none or all of the measured genes would be hidden.
+        `is_expressed` is a mask over the vocabulary. Raises DataError if none or all of the measured genes
+        would be hidden.
         """
         row_of_name = rows_of_names(names, context.model.vocabulary)
         rows = []
@@ -182,8 +194,10 @@ class Imputation(Task):
         regressions: TrainingCellRegressions | None,
         folds: list[Fold],
     ) -> Iterator[FoldPrediction]:
-        """Predictions of the tested cells of each fold: by the model and `regressions` on its training
-        cells, then by regressions on the other folds.
+        """Predicted expression of the tested cells of each fold, by each method.
+
+        First come the predictions by the model and by regressions on its training cells. They are the
+        same for all folds. Then come the predictions by regressions on the fitted cells of each fold.
         """
         n_repetitions = 1 + max(fold.repetition for fold in folds)
         neighbors = self.config.neighbors
@@ -205,13 +219,13 @@ class Imputation(Task):
                 neighbors,
             )
             for method, values in by_method.items():
-                # fitted on other cells than the model: a row of its own, in no verdict
+                # kind variant keeps the row out of verdicts, see the docstring of the module
                 noted = replace(add_note(method, ", folds of scored cells"), kind="variant")
                 yield FoldPrediction(noted, fold.repetition, n_repetitions, fold.tested, values)
 
 
 def _print_sizes(dataset: str, figures: Mapping[str, Any]) -> None:
-    """Say in one line what is hidden, and what methods are fitted on."""
+    """Print in one line how many genes are hidden, and how many cells methods are fitted on."""
     fitted_on = "no training cells with counts"
     if "training_cells" in figures:
         fitted_on = f"{figures['training_cells']:,} training cells"
@@ -223,7 +237,7 @@ def _print_sizes(dataset: str, figures: Mapping[str, Any]) -> None:
 
 
 def _is_judged(column: ScoreColumn) -> bool:
-    """True for a correlation that both the model and a baseline have: it gets verdicts."""
+    """True for a column that gets verdicts: a correlation that both the model and a baseline have."""
     if column.heading == "MSE":
         return False
     return bool(column.select_kind("model") and column.select_kind("baseline"))
@@ -232,8 +246,11 @@ def _is_judged(column: ScoreColumn) -> bool:
 def predict_by_decoder(
     partly_hidden: PartlyHiddenCells, vectors: np.ndarray, ridge: GeneRidge | None
 ) -> ByMethod:
-    """Expression of the hidden genes, (C, G), by the model's decoder, by the `ridge` of its export,
-    and by both; empty for a model without a decoder. `vectors` are the embeddings of the cells.
+    """Predicted expression of the hidden genes, (C, G), by the model's decoder, by the ridge regression of
+    its export, and by the weighted mean of both. Empty for a model without a decoder.
+
+    `vectors`, (C, hidden width), are the embeddings of the cells. `ridge` is None for an export without a
+    ridge regression.
     """
     decoded = decode_expression(partly_hidden, vectors)
     if decoded is None:

@@ -1,9 +1,9 @@
 """Baselines of task `imputation` that are fitted on the model's training cells.
 
-The model's decoder was fitted on these cells, with the hidden genes as targets. The baselines are
-fitted on the same cells, the same visible genes and the same targets.
+The model's decoder was trained on these cells to predict the genes that are hidden here. The baselines
+are fitted on the same cells, to predict the same genes.
 
-Legend: C cells, G hidden genes.
+Legend: C training cells, G hidden genes.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,17 @@ from cellmill.evaluate.training_shards import read_counts
 
 @dataclass(frozen=True)
 class TrainingCellRegressions:
-    """Regressions on training cells, over the genes that the evaluated dataset measures."""
+    """Regressions on training cells. They read the visible genes that the evaluated dataset measures."""
 
     model: EvaluatedModel
     training_cells: PartlyHiddenCells
-    is_from_dataset: np.ndarray  # cells of the evaluated dataset, bool (C,)
+    is_from_dataset: np.ndarray  # (C,) bool: True for training cells of the evaluated dataset
 
     @classmethod
     def read(cls, context: Context, hidden_genes: np.ndarray) -> Self | None:
-        """Hide the genes in the training cells; None if these have no counts, or are too few."""
+        """Read training cells, and hide genes in them. None if the training cells have no counts, or if
+        there are fewer than MIN_REGRESSION_CELLS of them.
+        """
         manifest = context.model.manifest
         if manifest.ordered:
             return None
@@ -41,6 +43,8 @@ class TrainingCellRegressions:
         n_cells = counts.shape[0]
         if n_cells < MIN_REGRESSION_CELLS:
             return None
+        # training counts have a column for each gene of the vocabulary; genes that the evaluated dataset
+        # does not measure get row -1, as if the model did not know them
         rows = np.arange(context.model.vocabulary.n_genes)
         is_measured = np.isin(rows, context.measured_genes)
         columns = GeneColumns(np.where(is_measured, rows, -1).astype(np.int32), is_measured)
@@ -54,7 +58,7 @@ class TrainingCellRegressions:
             hidden_genes,
             _read_levels(context.model, n_cells),
         )
-        # names of the first cells, `dataset:cell`, read from as few shards as needed
+        # names of the first cells, such as `dataset:cell`, from as few shards as possible
         names: list[str] = []
         for shard in manifest.splits["train"].shards:
             if len(names) < n_cells:
@@ -62,11 +66,13 @@ class TrainingCellRegressions:
         is_from_dataset = [name.startswith(f"{context.dataset}:") for name in names[:n_cells]]
         return cls(context.model, training_cells, np.array(is_from_dataset, bool))
 
-    def groups(self) -> dict[str, np.ndarray]:
-        """Indices of the training cells to fit on, by the note in a row's name: all of them and, if cells of
-        other datasets are among them, the cells of the evaluated dataset.
+    def groups_by_note(self) -> dict[str, np.ndarray]:
+        """Groups of training cells (indices) that regressions are fitted on, by the note in the name of a
+        row.
 
-        Other datasets may lack hidden genes.
+        The first group is all training cells. The second group is the training cells of the evaluated
+        dataset, because other datasets may lack hidden genes. It is absent if all training cells, or
+        fewer than MIN_REGRESSION_CELLS, are of the evaluated dataset.
         """
         n_cells = len(self.is_from_dataset)
         n_of_dataset = int(self.is_from_dataset.sum())
@@ -76,11 +82,13 @@ class TrainingCellRegressions:
         return groups
 
     def predict(self, tested: VisibleFeatures, neighbors: int) -> ByMethod:
-        """Expression of the tested cells, (C, G), by regressions that are fitted on each group."""
+        """Predicted expression of the hidden genes in the tested cells, (tested cells, G) by method, by
+        regressions that are fitted on each group of training cells.
+        """
         expression = self.training_cells.hidden_expression
         features = VisibleFeatures.compute(self.training_cells, self.model)
         predicted: ByMethod = {}
-        for note, group in self.groups().items():
+        for note, group in self.groups_by_note().items():
             by_method = predict_by_regressions(
                 expression[group], features.select(group), tested, neighbors
             )
@@ -89,8 +97,8 @@ class TrainingCellRegressions:
 
 
 def _read_levels(model: EvaluatedModel, n_cells: int) -> np.ndarray | None:
-    """(C, obs columns) int32: level codes of the first training cells; None if the model embeds cells
-    without them.
+    """(C, obs columns) int32: level codes of the first `n_cells` training cells. None if the model reads
+    no obs columns.
     """
     if not model.tokens.covariates:
         return None
