@@ -1,13 +1,14 @@
 """Task `clustering`: agreement of Leiden clusters of the evaluated cells with their labels.
 
-The agreement is measured by NMI (normalised mutual information) and ARI (adjusted Rand index). They are
-not means over cells, but intervals need a score for each cell. This score is the measure, plus its
-derivative by the weight of the cell, times the number of cells (infinitesimal jackknife, Efron 1981). The
-mean of these scores over cells is the measure.
+The agreement is measured by NMI (normalised mutual information) and ARI (adjusted Rand index). NMI and
+ARI are not means over cells, but an interval needs a score for each cell. With n cells, the score of a
+cell is the measure plus n times the derivative of the measure by the weight of the cell (infinitesimal
+jackknife, Efron 1981). The mean of the scores is the measure.
 
-Intervals of differences are over cells and over seeds (`evaluate.intervals`). They take the clusters as
-given. The clusters are igraph's: Leiden maximises the modularity at a resolution (Traag, Waltman & van
-Eck 2019, Sci. Rep. 9:5233), and runs until nothing improves.
+Intervals of differences take the clusters as given. They are over cells and over seeds
+(`evaluate.intervals`). The clusters are computed by the Leiden algorithm of igraph, which maximises the
+modularity at a resolution (Traag, Waltman & van Eck 2019, Sci. Rep. 9:5233). It runs until nothing
+improves.
 """
 
 import random
@@ -45,8 +46,8 @@ class Clustering(Task):
     config: ClusteringConfig
 
     def run(self, context: Context) -> TaskResult:
-        """NMI and ARI at the best and at the fixed resolution. If the fixed resolution is the only one,
-        they are in one pair of columns.
+        """NMI and ARI at the best and at the fixed resolution. If option `resolutions` has the fixed
+        resolution only, there are no columns for the best one.
 
         Raises Skipped if fewer than two labels have enough cells.
         """
@@ -83,7 +84,8 @@ class Clustering(Task):
         config = self.config
         resolutions = {*config.resolutions, config.resolution}
         n_features = 6 + sizes.n_external
-        # for each of the features: Leiden with all seeds and resolutions, and distances of all pairs of cells
+        # for the features of each method: Leiden with all seeds and resolutions, and distances between
+        # all pairs of cells
         leiden_s = 1.2e-6 * len(resolutions) * config.seeds * n * config.neighbors
         own_s = sizes.products_s(n) + 2 * sizes.components_s(n)
         return sizes.features_s(n) + own_s + n_features * (leiden_s + 1.5e-8 * n**2)
@@ -91,7 +93,9 @@ class Clustering(Task):
     def _make_columns(
         self, labels: np.ndarray, clusters_by_method: Mapping[ScoredMethod, Clusters]
     ) -> list[ScoreColumn]:
-        """Columns of ARI and NMI at each level, which is a resolution in words. The fixed level is last."""
+        """Columns of ARI and NMI at each level. A level is a resolution in words, such as `best
+        resolution`. The last level is the fixed resolution.
+        """
         columns = []
         levels = self.config.levels()
         for level in levels:
@@ -162,8 +166,9 @@ def compute_features(context: Context, cells: np.ndarray) -> Features:
 def pack_clusters(clusters: Clusters, resolutions: Sequence[float]) -> np.ndarray:
     """The clusters as one array, (1 + 2 * seeds, cells) int16.
 
-    All values of the first row are the index of the best resolution in `resolutions`. Then follow the
-    cluster ids at the best resolution, a row for each seed, and at the fixed resolution.
+    Each value of the first row is the index of the best resolution in `resolutions`. Then follow the
+    cluster ids at the best resolution, with a row for each seed. The last rows are the cluster ids at the
+    fixed resolution.
     """
     n_cells = clusters.at_best.shape[1]
     index = np.full((1, n_cells), resolutions.index(clusters.best_resolution))
@@ -203,10 +208,11 @@ def run_leiden(
 
 
 def compute_nmi_terms(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """A score of each cell, (cells,) float64. The mean of the scores is the NMI, 2 I / (H + H'), where I is
-    the information that classes and clusters share, and H and H' are their entropies.
+    """A score of each cell, (cells,) float64. The mean of the scores is the NMI, as scikit-learn's
+    `normalized_mutual_info_score` computes it.
 
-    The NMI is scikit-learn's `normalized_mutual_info_score`.
+    The NMI is 2 I / (H + H'). I is the information that classes and clusters share. H and H' are the
+    entropies of classes and of clusters.
     """
     n_by_cell = _count_cells(classes, clusters)
     n = len(classes)
@@ -226,9 +232,8 @@ def compute_nmi_terms(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
 
 
 def compute_ari_terms(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """A score of each cell, (cells,) float64. The mean of the scores is the ARI (Hubert & Arabie 1985).
-
-    The ARI is scikit-learn's `adjusted_rand_score`.
+    """A score of each cell, (cells,) float64. The mean of the scores is the ARI (Hubert & Arabie 1985), as
+    scikit-learn's `adjusted_rand_score` computes it.
     """
     n_by_cell = _count_cells(classes, clusters)
     n = len(classes)
@@ -238,7 +243,7 @@ def compute_ari_terms(classes: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     same_both = (n_by_cell.in_both.sum() - n) / 2
     same_class = (n_by_cell.in_class.sum() - n) / 2
     same_cluster = (n_by_cell.in_cluster.sum() - n) / 2
-    # `same_both` if clusters are random, and if clusters and classes agree
+    # `same_both` would be `expected` for random clusters, and `largest` for clusters that are the classes
     expected = same_class * same_cluster / n_pairs
     largest = (same_class + same_cluster) / 2
     if largest - expected < TINY * n_pairs:  # all cells together, or each cell alone, in both
@@ -267,7 +272,7 @@ class _CellCounts(NamedTuple):
 
 
 def _count_cells(classes: np.ndarray, clusters: np.ndarray) -> _CellCounts:
-    """Count the cells that have the class, the cluster, or both of each cell."""
+    """Count, for each cell, the cells of the same class, of the same cluster, and of both."""
     _, class_of_cell = np.unique(classes, return_inverse=True)
     _, cluster_of_cell = np.unique(clusters, return_inverse=True)
     table = np.zeros((class_of_cell.max() + 1, cluster_of_cell.max() + 1))

@@ -1,9 +1,9 @@
 """Task `gene_embedding`: how well a classifier of gene vectors recognises the genes of a set, and
 transcription factors (docs/evaluation.md).
 
-For each set, the classifier is fitted on folds of genes. These genes are the genes of all sets, and a draw
-of other genes. Only genes that training cells express are used. Genes that the model never saw would make
-any set easy to recognise.
+For each set, a classifier is fitted and tested on folds of genes. The genes are all genes of any set, and
+a draw of other genes. Only genes that training cells express are used, because genes that the model never
+saw would make any set easy to recognise.
 """
 
 from collections.abc import Mapping
@@ -156,7 +156,7 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
 
     Raises DataError for a line that is not a set, and for a second set of the same name.
     """
-    sets: dict[str, list[str]] = {}
+    names_by_set: dict[str, list[str]] = {}
     for number, fields in read_lines(path):
         genes = [gene for gene in fields[2:] if gene]
         if not fields[0] or not genes:
@@ -164,10 +164,10 @@ def read_gene_sets(path: Path) -> dict[str, list[str]]:
                 f"{path}, line {number}: expected a name, a description and genes, separated by tabs (GMT), got "
                 f"{len(fields)} columns"
             )
-        if fields[0] in sets:
+        if fields[0] in names_by_set:
             raise DataError(f"{path}, line {number}: a second set {fields[0]!r}; leave one out")
-        sets[fields[0]] = [*dict.fromkeys(genes)]
-    return sets
+        names_by_set[fields[0]] = [*dict.fromkeys(genes)]
+    return names_by_set
 
 
 def read_factors(path: Path) -> dict[str, list[str]]:

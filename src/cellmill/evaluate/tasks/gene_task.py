@@ -86,6 +86,7 @@ def compute_auroc_terms(is_member: np.ndarray, scores: np.ndarray) -> np.ndarray
     auroc = placements[is_member].mean()
     n_members = is_member.sum()
     n_others = len(is_member) - n_members
+    # weighted so that the sum over members and the sum over non-members count alike
     weight = np.where(is_member, len(is_member) / n_members, len(is_member) / n_others)
     terms: np.ndarray = auroc + weight * (placements - auroc)
     return terms

@@ -43,15 +43,13 @@ class RegulatoryNetwork(NamedTuple):
 
     factors: np.ndarray  # (factors,) int64, ascending
     targets: np.ndarray  # (targets,) int64, ascending: all genes that are a target of some factor
-    is_edge: (
-        np.ndarray
-    )  # (factors, targets) bool: True if the target is a known target of the factor
+    is_edge: np.ndarray  # (factors, targets) bool: True for the known targets of a factor
     # factors that are not scored: they have too few targets, or all other genes are their targets
     left_out: np.ndarray
 
     @property
     def is_candidate(self) -> np.ndarray:
-        """(factors, targets) bool: True for the pairs that are ranked, which are of two different genes."""
+        """(factors, targets) bool: True for pairs of two different genes. These pairs are ranked."""
         return self.factors[:, None] != self.targets
 
 
@@ -68,7 +66,7 @@ class Grn(GeneTask):
         similarities = compare_genes(vectors, profiles, network)
         if self.config.absolute:
             similarities = {method: np.abs(values) for method, values in similarities.items()}
-        columns, pooled = _rank_pairs(similarities, network, context.options.seed)
+        columns, pooled = _score_rankings(similarities, network, context.options.seed)
         rows = [replace(row, numbers=pooled[row.method]) for row in table_rows(columns)]
         return tabulate(columns, figures, rows=rows)
 
@@ -164,8 +162,10 @@ def select_usable_edges(
 
 
 def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
-    """The network of the edges `pairs`, (edges, 2) rows of the vocabulary. Factors with fewer than
-    `min_targets` targets are left out.
+    """The network of the edges `pairs`, (edges, 2) rows of the vocabulary.
+
+    Factors with fewer than `min_targets` targets are left out, and factors whose targets are all ranked
+    genes.
     """
     factors = np.unique(pairs[:, 0])
     targets = np.unique(pairs[:, 1])
@@ -173,6 +173,7 @@ def build_network(pairs: np.ndarray, min_targets: int) -> RegulatoryNetwork:
     factor_rows = np.searchsorted(factors, pairs[:, 0])
     target_columns = np.searchsorted(targets, pairs[:, 1])
     is_edge[factor_rows, target_columns] = True
+    # for each factor, how many of the ranked genes are targets, and how many are not
     n_edges = is_edge.sum(1)
     n_others = (factors[:, None] != targets).sum(1) - n_edges
     kept = (n_edges >= min_targets) & (n_others > 0)
@@ -205,11 +206,11 @@ def compare_genes(
     return similarities
 
 
-def _rank_pairs(
+def _score_rankings(
     similarities: ByMethod, network: RegulatoryNetwork, seed: int
 ) -> tuple[list[ScoreColumn], dict[ScoredMethod, dict[str, float]]]:
-    """Scores of the rankings by each method: a column for each score, with the factors as units, and the
-    scores over the pairs of all factors by method and heading.
+    """Scores of the ranking by each method, in two forms: columns with a score for each factor, and scores
+    over the pairs of all factors together, by method and heading.
     """
     is_edge = network.is_edge
     is_candidate = network.is_candidate
@@ -243,8 +244,8 @@ def _score_factors(
     is_candidate: np.ndarray,
     values: np.ndarray,
 ) -> np.ndarray:
-    """(1, factors) float64: score of each factor over the targets that are ranked for it. `compute` gets
-    what is a target of the factor, and the similarities, and returns the score.
+    """(1, factors) float64: score of each factor over the genes that are ranked for it. `compute`
+    returns the score of one factor, given which genes are targets, and the similarities of the genes.
     """
     rows = zip(is_edge, is_candidate, values)
     return np.array([[compute(edges[ranked], row[ranked]) for edges, ranked, row in rows]])

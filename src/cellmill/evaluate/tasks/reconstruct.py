@@ -81,8 +81,8 @@ class Reconstruct(Task):
         return 0.2 + sizes.read_s() + 4 * n * sizes.forward_s
 
     def _with_objective_options(self, model: EvaluatedModel) -> EvaluatedModel:
-        """The evaluated model. If option `objective` is set, a copy of the model whose objective has these
-        options. Model and copy share their parameters.
+        """The evaluated model, or a copy of the model if option `objective` is set. The objective of the
+        copy has the options that are set. The copy has the parameters of the model.
 
         Raises ConfigError if the options would change what was trained.
         """
@@ -92,10 +92,10 @@ class Reconstruct(Task):
         changed = spec.objective.model_dump() | self.config.objective
         objective = check_options(ObjectiveConfig, changed, "evaluate.tasks.reconstruct.objective")
         network = to_empty(build(replace(spec, objective=objective)), "cpu")
-        # names and shapes of parameters that only one of the two networks has
         trained = model.network.state_dict()
         shapes = {(name, tensor.shape) for name, tensor in network.state_dict().items()}
         trained_shapes = {(name, tensor.shape) for name, tensor in trained.items()}
+        # names and shapes of tensors that only one of the two networks has
         differing = sorted(shapes ^ trained_shapes)
         if differing:
             raise ConfigError(
@@ -112,7 +112,7 @@ def _describe_unknown_labels(
     context: Context, network: Model, cells: np.ndarray
 ) -> tuple[dict[str, Any], list[str]]:
     """Figures on `cells` (indices) whose label the model does not know, and a note for each obs column with
-    such cells. They are not judged.
+    such cells. These cells are not judged.
     """
     figures: dict[str, Any] = {}
     notes = []
@@ -147,9 +147,8 @@ def _observe(context: Context, network: Model, cells: np.ndarray) -> list[np.nda
         )
     per_cell = {"levels": read_levels(reader, network), "numbers": obs_numbers}
     keys = {"seed": context.options.seed, "step": EVALUATION_STEP}
-    observed: list[
-        list[np.ndarray]
-    ] = []  # for each micro-batch, the arrays that `observe` returned
+    # the arrays that `observe` returned for each micro-batch
+    observed: list[list[np.ndarray]] = []
     with inference_mode(device, context.options.precision):
         batches = tokenize_blocks(
             reader.rows(ROW_BLOCK),

@@ -42,8 +42,8 @@ class FoldPrediction:
 def make_columns(predictions: Iterable[FoldPrediction], true: np.ndarray) -> list[ScoreColumn]:
     """A column for each metric, with the scores of all methods that have this metric.
 
-    A score is the mean over the folds of a repetition. Its unit is a gene in the metrics by gene, and a
-    cell in the others. `true`, (C, G), is the measured expression of all scored cells.
+    Metrics by gene have a score for each gene, and the other metrics a score for each cell. A score is the
+    mean over the folds of a repetition. `true`, (C, G), is the measured expression of all scored cells.
     """
     n_cells, n_genes = true.shape
     # sums of scores and numbers of scores, (2, repetitions, genes or cells), by metric and method
@@ -60,6 +60,7 @@ def make_columns(predictions: Iterable[FoldPrediction], true: np.ndarray) -> lis
             total = totals[metric].setdefault(prediction.method, zeros)
             total[0, prediction.repetition, units] += np.nan_to_num(unit_scores)
             total[1, prediction.repetition, units] += np.isfinite(unit_scores)
+
     columns = []
     for metric, metric_name in METRICS.items():
         means = {}
@@ -73,8 +74,8 @@ def make_columns(predictions: Iterable[FoldPrediction], true: np.ndarray) -> lis
 
 
 def score_expression(predicted: np.ndarray, true: np.ndarray) -> dict[str, np.ndarray]:
-    """Scores of predicted expression, (C, G), by metric. Scores are (G,) float64 in the metrics by gene,
-    and (C,) float64 in the others. A correlation is NaN if the predicted or the true values are constant.
+    """Scores of predicted expression, (C, G), by metric: (G,) float64 for the metrics by gene, and (C,)
+    float64 for the other metrics. A correlation is NaN if the predicted or the true values are constant.
     """
     predicted = predicted.astype(np.float64)
     true = true.astype(np.float64)

@@ -108,7 +108,8 @@ class Imputation(Task):
         """Kind and list of the folds. Folds leave out donors, or else batches, or else cells. The kind is
         `donor`, `batch` or `cells`.
 
-        `cells` are indices of the scored cells. Raises Skipped if they are too few for folds of cells.
+        `cells` are the indices of the scored cells. Raises Skipped if folds of cells would have too few
+        cells.
         """
         role, folds = split_donors(
             context.roles, cells, self.config.most_folds, min_cells=MIN_REGRESSION_CELLS
@@ -128,11 +129,11 @@ class Imputation(Task):
         return "cells", folds
 
     def _choose_genes(self, context: Context, counts: sp.csr_matrix) -> np.ndarray:
-        """Genes to hide, (G,) int64: rows of the vocabulary, ascending. They are the genes that option
-        `genes` lists, or otherwise drawn.
+        """Genes to hide, (G,) int64: rows of the vocabulary, ascending. These are the genes that option
+        `genes` lists. Without this option they are drawn at random.
 
         Only genes that at least `min_cells` of the scored cells express are hidden. `counts`, (C, columns
-        of the file), are the counts of these cells. Raises Skipped if no gene can be drawn.
+        of the file), are the counts of the scored cells. Raises Skipped if no gene can be drawn.
         """
         config = self.config
         n_genes = context.model.vocabulary.n_genes
@@ -142,6 +143,7 @@ class Imputation(Task):
         if config.genes is not None:
             return self._find_listed_genes(context, config.genes, is_expressed)
         expressed = np.flatnonzero(is_expressed)
+        # at least one of the expressed genes stays visible
         n = round(config.hidden_frac * len(expressed))
         n = max(min(n, config.max_genes, len(expressed) - 1), 0)
         if not n:
@@ -210,6 +212,7 @@ class Imputation(Task):
                 yield FoldPrediction(
                     method, fold.repetition, n_repetitions, fold.tested, values[fold.tested]
                 )
+
         expression = partly_hidden.hidden_expression
         for fold in folds:
             by_method = predict_by_regressions(

@@ -58,7 +58,7 @@ class TrainingCellRegressions:
             hidden_genes,
             _read_levels(context.model, n_cells),
         )
-        # names of the first cells, such as `dataset:cell`, from as few shards as possible
+        # names of the training cells, such as `dataset:cell`, from as few shards as possible
         names: list[str] = []
         for shard in manifest.splits["train"].shards:
             if len(names) < n_cells:
