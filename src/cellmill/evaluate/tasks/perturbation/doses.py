@@ -81,13 +81,13 @@ def parse_names(names: np.ndarray, unit: str | None) -> ParsedNames:
     """Divide each name, such as `drug_0.1uM`, into a compound and a dose, and convert all doses to one
     unit.
 
-    `unit` is the unit of doses that are written without a unit. Raises DataError if no name has a dose,
-    if a dose has no unit and `unit` is None, and if some doses are molar and others are masses.
+    `unit` is the unit of doses that are written without a unit. A name with an unknown unit, such as
+    `drug_5h`, counts as a name without a dose. Raises DataError if no name has a dose, if a dose has no
+    unit and `unit` is None, and if some doses are molar and other doses are masses.
     """
     parsed: dict[str, tuple[str, str]] = {}
-    example_by_unit: dict[
-        str, str
-    ] = {}  # a name with a dose in uM, and a name with a dose in ug/ml
+    # at most two names: one with a molar dose, by uM, and one with a mass, by ug/ml
+    example_by_unit: dict[str, str] = {}
     for name in np.unique(names).tolist():
         parsed[name] = (name, "")
         match = NAME_WITH_DOSE.fullmatch(name)
@@ -158,8 +158,8 @@ def fit_hill(log_dose: np.ndarray, changes: np.ndarray) -> Curve:
     n_doses = len(np.unique(log_dose))
     if n_doses < MIN_DOSES - 1:  # MIN_DOSES less the dose that is held out
         return Curve(reason="1 dose" if n_doses == 1 else f"{n_doses} doses")
-    # strength (D,): projection of the changes on their main direction, with the sign that makes
-    # the sum of the strengths positive
+    # strength (D,): projection of the changes on their first right singular vector, which is their
+    # main direction. Its sign is chosen so that the sum of the strengths is positive.
     direction = np.linalg.svd(changes, full_matrices=False)[2][0]
     strength = changes @ direction
     strength = strength * np.sign(strength.sum())
@@ -243,10 +243,11 @@ def predict_new_doses(
 def note_linear_fallbacks(
     changes: np.ndarray, folds: list[Fold], compound: np.ndarray, log_dose: np.ndarray
 ) -> list[str]:
-    """A note on how many held-out doses row HILL predicts by the line, by the reason for it. The list
-    is empty if there are no such doses.
+    """A note that says how many held-out doses row HILL predicts by the line, and why. The list is empty
+    if there are no such doses.
 
-    The arrays are as in `predict_new_doses`. Doses of a compound without a fitted unit are not counted.
+    Doses of a compound without a fitted unit are not counted. `changes`, (U, G), `compound` and
+    `log_dose`, both (U,), describe all units.
     """
     n_by_reason: Counter[str] = Counter()
     n_tested = 0

@@ -48,8 +48,8 @@ class ResponseHead:
         names: Sequence[str],
         genes: Sequence[list[int]],
     ) -> np.ndarray:
-        """(U, G) float64: predicted change of each unit. It is predicted from the controls of each
-        stratum, and averaged over strata with the weights `stratum_shares`. NaN for a unit that has
+        """(U, G) float64: predicted change of each unit. The change is predicted from the controls of
+        each stratum, and averaged over strata with the weights `stratum_shares`. NaN for a unit that has
         cells in a stratum without controls to start from.
 
         `vectors`, (cells, H), are embeddings. Controls whose row is NaN are not used. `stratum_shares`,

@@ -5,7 +5,8 @@ The task runs for each kind of value that is held out. Its steps are, in this or
 
 - `profiles.py` reads the expression of the cells, and defines units and changes;
 - `units.py` gathers the cells into units, and the units into groups that are held out together;
-- `folds.py` divides the groups into groups to fit on and groups to test, or reads `split_file.py`;
+- `folds.py` divides the groups into groups to fit on and groups to test, or takes them from
+  `split_file.py`;
 - `predictions.py` predicts the changes of the tested units: by the model's head (`response.py`), from
   features of genes (`gene_features.py`), and by `baselines.py` and `doses.py`;
 - `scoring.py` scores the predictions (`change_scores.py`), and the ceilings and `probes.py`.
@@ -70,8 +71,8 @@ class Perturbation(Task):
     config: PerturbationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores of the units that the split file tests. Without a split file, scores with each of option
-        `held_out` held out, and then with doses held out if option `doses` is set.
+        """Scores of held-out units. A split file says which units are held out. Without a split file, the
+        roles in option `held_out` are held out one after another, and then doses if option `doses` is set.
 
         Raises Skipped if no unit can be scored.
         """
@@ -186,8 +187,9 @@ class Perturbation(Task):
         )
 
     def _tabulate(self, results: list[HeldOutResult], figures: dict[str, Any]) -> TaskResult:
-        """The results for all kinds of values as one result. Its table has the rows of ceilings and probes
-        last. It has differences of the model, and of methods that read gene vectors of other sources.
+        """The results for all kinds of values as one result. The rows of ceilings and probes are the last
+        ones of its table. Its differences are of the model, and of methods that read gene vectors of
+        controls or files.
         """
         columns = []
         reference_columns = []
@@ -212,8 +214,8 @@ class Perturbation(Task):
     def _compare_gene_sources(
         self, columns: list[ScoreColumn]
     ) -> tuple[list[Difference], list[str]]:
-        """Differences between each method that reads gene vectors of controls or files and MEAN, and for
-        each source a sentence on the best method with its vectors.
+        """Differences to MEAN of each method that reads gene vectors of controls or files. For each of
+        these sources also a sentence on the difference of its best method.
         """
         sources = [method.features for method in self._list_gene_sources()]
         differences = []

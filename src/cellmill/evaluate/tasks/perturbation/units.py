@@ -25,7 +25,7 @@ from cellmill.evaluate.tasks.perturbation.profiles import (
 )
 from cellmill.evaluate.tasks.perturbation.split_file import NameDivider, SplitFile
 
-# What is held out, if it is not the values of a role of contexts.
+# What is held out. Instead of these two it may be a role of contexts, such as `donor`.
 PERTURBATION = "perturbation"  # also if a split file says what is tested
 DOSE = "dose"
 # A group can be tested if at least this share of its cells is scored. The other cells may be equal to
@@ -49,12 +49,13 @@ class PerturbedUnits:
     dose: np.ndarray  # (U,) text; empty for a unit without a dose
     unit_context: np.ndarray  # (U,) text; empty if units have no contexts
 
-    group_of_unit: np.ndarray  # (U,) text: name of the group that the unit is held out with
-    # (U,) bool: at least TESTABLE_FRAC of the cells of the unit's group are scored
+    group_of_unit: np.ndarray  # (U,) text: name of the unit's group, which is held out together
+    # (U,) bool: True if at least TESTABLE_FRAC of the cells of the unit's group are scored
     is_testable: np.ndarray
-    # (U,) bool: the model was trained, and not only validated, on cells of the unit's group
+    # (U,) bool: True if the model was trained, and not only validated, on cells of the unit's group
     in_trained_group: np.ndarray
-    # perturbations of units that are left out: units with too few cells, or without the dose to hold out
+    # perturbations of units that are left out: units with too few cells, and, if doses are held out,
+    # units without a dose
     left_out: list[str]
     name_divider: NameDivider
     split_file: SplitFile | None
