@@ -154,6 +154,38 @@ def test_modalities_are_listed_if_none_is_rna(counts: sp.csr_matrix, tmp_path: P
     )
 
 
+@pytest.mark.parametrize("end", ["h5ad", "h5mu"])
+def test_attributes_of_fixed_length_are_read(
+    end: str, counts: sp.csr_matrix, tmp_path: Path
+) -> None:
+    """As Julia and rhdf5 write them: h5py has bytes for them."""
+    path = tmp_path / f"cells.{end}"
+    null = ad.AnnData(None, OBS, pd.DataFrame(index=GENES), layers={"counts": counts})
+    with h5py.File(path, "w") as file:
+        if end == "h5mu":
+            write_mudata(file, {"one": rna_of(counts), "two": null}, DONORS)
+        else:
+            write_elem(file, "/", rna_of(counts))
+
+        def shorten(name: str, item: h5py.Group | h5py.Dataset) -> None:
+            for key, value in [*item.attrs.items()]:
+                if isinstance(value, str):
+                    item.attrs[key] = np.bytes_(value)
+
+        file.visititems(shorten)
+    part = path if end == "h5ad" else Path(f"{path}#one")
+    assert (read(part) != counts).nnz == 0
+    with open_counts(part) as reader:
+        assert reader.obs_names.tolist() == CELLS
+    if end == "h5mu":
+        assert refusal(path).endswith(
+            f"holds one (230 x 37), two (230 x 37); name one, as in {path}#one"
+        )
+        assert refusal(Path(f"{path}#two")).endswith(
+            "no matrix 'X' (the dataset's `counts`); there are: counts"
+        )
+
+
 def test_the_table_of_a_spatialdata_is_read(counts: sp.csr_matrix, tmp_path: Path) -> None:
     path = tmp_path / "spatial.zarr"
     root = zarr.open_group(path, mode="w")

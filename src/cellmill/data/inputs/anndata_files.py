@@ -228,7 +228,7 @@ def _matrices(file: Any) -> dict[str, tuple[str, str]]:
 
 def _has_matrix(file: Any, name: str) -> bool:
     """True if a file has `name`, and not as anndata's null, which MuData writes for a missing X."""
-    return name in file and file[name].attrs.get("encoding-type") != "null"
+    return name in file and decode(file[name].attrs.get("encoding-type")) != "null"
 
 
 def _layer_name(layer: str) -> str:
@@ -246,7 +246,7 @@ def _open_matrix(path: Path, counts: str, file: Any, name: str) -> StoredMatrix:
     kind = "unknown"
     if "h5sparse_format" in stored.attrs:  # before anndata 0.7
         kind = f"{decode(stored.attrs['h5sparse_format'])}_matrix"
-    kind = stored.attrs.get("encoding-type", kind)
+    kind = decode(stored.attrs.get("encoding-type", kind))  # bytes, as Julia and rhdf5 write them
     if kind not in _BY_GENE:
         raise DataError(
             f"{path}: {counts} is stored as {kind}; expected csr_matrix, csc_matrix or array"

@@ -87,7 +87,7 @@ def stored_index(frame: Any) -> Any:
     """Stored index of a data frame; None if it has none."""
     if is_array(frame):
         return frame
-    array = frame.get(str(frame.attrs.get("_index", "_index")))
+    array = frame.get(decode(frame.attrs.get("_index", "_index")))
     if array is None or is_array(array):
         return array
     return array.get("values")  # text of pandas 3: values and a mask
