@@ -150,6 +150,19 @@ def test_a_wrong_column_is_named_before_anything_runs(
         assert str(early.value).startswith(f"t.tsv: dataset one: {raw} has {fault}")
 
 
+def test_controls_are_checked_as_they_are_read(
+    make_h5ad: Make, obs: pd.DataFrame, check: Callable[..., None]
+) -> None:
+    dose = np.arange(N) % 3
+    obs["pert"] = pd.Categorical(np.where(dose == 0, None, "TP53"))
+    obs["dose"] = pd.Categorical(dose.astype(float))
+    path = make_h5ad(sp.csr_matrix(np.ones((N, 2), np.float32)), genes=["TP53", "MYC"], obs=obs)
+    for column, control, code in (("pert", "nan", 0), ("dose", "1", 1)):
+        columns = {"perturbation": column, "control": control}
+        check(path, **columns)
+        assert chosen(path, None, **columns).obs["is_control"].tolist() == (dose == code).tolist()
+
+
 def test_roles_are_columns_of_cells_in_every_format(
     raw: Path, obs: pd.DataFrame, tmp_path: Path
 ) -> None:

@@ -79,10 +79,11 @@ def _check_names(
         require_known(column, known, f"{path}: no obs column {column!r} (preprocess.keep_obs)")
     if dataset.control is not None and dataset.controlled is not None:
         column = dataset.roles[dataset.controlled]
-        values = [str(value) for value in names.categories_of(column) or ()]
+        values = [*map(as_text, names.categories_of(column) or ())]
         for control in dataset.controls_in(values) if values else ():
             fault = f"{where} has no {control!r} (control) in obs column {column!r}"
-            require_known(control, values, fault)
+            if control != "nan":  # the cells without a value
+                require_known(control, values, fault)
     labels = dict(zip(dataset.label_names, dataset.labels))
     for name, label_map in dataset.label_maps.items():
         categories = names.categories_of(labels[name])
