@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 
+from cellmill.data.inputs.formats import open_counts
 from cellmill.data.prepare.perturbations import TargetNames, merge_names
 from cellmill.data.prepare.qc_lines import describe_merged
 from cellmill.report.collect import read_corpus
@@ -94,6 +95,18 @@ def test_alternative_names_of_a_combination_are_reported() -> None:
         "warning: perturbation: 'TP53+drug' and 'drug+TP53' have the same parts in another order, not all of them "
         "genes: they stay different perturbations; give them one name if they are one"
     ]
+
+
+def test_numbers_of_rows_make_no_combination_of_a_guide(make_h5ad: Make) -> None:
+    guides = ["TP53_1", "TP53_2", "TP53_MYC", "ctrl"]
+    path = make_h5ad(
+        sp.csr_matrix(np.ones((4, 3), np.float32)),
+        genes=["0", "1", "2"],
+        obs=pd.DataFrame({"guide": guides}, index=list("abcd")),
+    )
+    with open_counts(path) as reader:
+        names = merge_names(guides, ["ctrl"], TargetNames.read(reader, "human")).names
+    assert names == {text: text for text in guides} | {"TP53_MYC": "MYC+TP53"}
 
 
 def test_without_an_organism_genes_are_those_in_the_file() -> None:

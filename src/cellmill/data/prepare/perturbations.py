@@ -55,7 +55,8 @@ class TargetNames:
         for texts in text_columns(reader.var).values():
             if len({*texts}) > len(texts) / 2:  # names of genes, not their chromosomes or types
                 names += texts
-        return cls({str(name) for name in names if name}, organism)
+        # numbers of rows or of Entrez would make a combination of the guide TP53_1
+        return cls({name for name in map(str, names) if name and not name.isdecimal()}, organism)
 
     def has_current(self, name: str) -> bool:
         """True for a name in the file, a current symbol, or an Ensembl id."""
