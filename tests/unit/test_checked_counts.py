@@ -12,6 +12,7 @@ import scipy.sparse as sp
 from cellmill.cli import main
 from cellmill.data.fractions import describe_fractions
 from cellmill.data.genes.tables import gene_table
+from cellmill.data.inputs.formats import open_counts
 
 N_CELLS = 80
 LOGS_REFUSED = "is fractional: it looks log-transformed; raw counts may be in counts: set the dataset's `counts`"
@@ -98,6 +99,19 @@ def test_check_doubts_rounded_values(
         "a count of 1; raw counts may be in counts: set the dataset's `counts`",
         "ok  genes of c: 75 of 75 (100.0%) have a human Ensembl id",
     ]
+
+
+def test_doubts_on_counts_look_at_other_matrices(tmp_path: Path) -> None:
+    logs = sp.csr_matrix(logs_of(draw()))
+    data = ad.AnnData(logs, layers={"counts": sp.csr_matrix(2 * draw())})
+    data.write_h5ad(tmp_path / "c.h5ad")
+    with open_counts(tmp_path / "c.h5ad", "counts") as reader:
+        for _ in reader.rows():
+            pass
+        [doubt] = reader.doubts()
+    assert doubt.endswith(
+        "; no other matrix in this file holds counts (X looks log-transformed); use a file with raw counts"
+    )
 
 
 def test_fractions_are_judged_behind_many_empty_cells() -> None:

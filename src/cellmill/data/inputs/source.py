@@ -176,10 +176,11 @@ class CountSource:
         hopeful = [n for n in self.others if looks.get(n, COUNTED) in (COUNTED, ESTIMATED)]
         if hopeful:
             return f"raw counts may be in {' or '.join(hopeful)}: set {self.option}"
-        listed = ", ".join(f"{name} {kind}" for name, kind in looks.items())
+        listed = ", ".join(f"{name} {kind}" for name, kind in looks.items() if kind != COUNTED)
         recover = looks_recoverable(looks, self.obs.columns)
         remedy = f"set {self.option} to {recover}, or use" if recover else "use"
-        return f"no matrix in this file holds counts ({listed}); {remedy} a file with raw counts"
+        other = "other " if looks.get(self.counts) == COUNTED else ""
+        return f"no {other}matrix in this file holds counts ({listed}); {remedy} a file with raw counts"
 
     def close(self) -> None:
         """Close the file and drop temporary ones."""
