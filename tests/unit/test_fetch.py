@@ -5,6 +5,7 @@ any message.
 import errno
 import hashlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -217,6 +218,18 @@ def test_an_incomplete_fetch_leaves_no_file(server: Server, content: bytes, tmp_
         missing = "a package for s3:// is missing: pip install 'cellmill[s3]'"
         assert message("s3://bucket/x.h5ad") == f"s3://bucket/x.h5ad: {missing}"
     assert fetch_url(f"{url}#sha256={got}", tmp_path / "other").path.read_bytes() == content
+
+
+def test_an_input_is_the_same_under_another_inode(tmp_path: Path) -> None:
+    """As file systems in user space number a file anew, which they forgot."""
+    first, second = tmp_path / "a.h5ad", tmp_path / "b.h5ad"
+    first.write_bytes(b"cells")
+    shutil.copy2(first, second)
+    before = state_of(first)
+    second.replace(first)
+    assert state_of(first) == before
+    first.write_bytes(b"other")
+    assert state_of(first) != before
 
 
 def test_no_message_has_credentials(

@@ -112,17 +112,18 @@ def read_record(path: Path) -> Fetched:
         ) from None
 
 
-def state_of(path: Path) -> list[tuple[str, int, int, int]]:
-    """Return name, inode, bytes and time (ns) of each file of a local input.
+def state_of(path: Path) -> list[tuple[str, int, int]]:
+    """Return name, bytes and time (ns) of each file of a local input.
 
-    They differ once a file was replaced or written. Tables beside a Matrix Market file belong to it;
-    other files of its folder, such as a log or an output, do not.
+    They differ once a file was written; inodes may also change otherwise, where the file system is in
+    user space. Tables beside a Matrix Market file belong to it; other files of its folder, such as a
+    log or an output, do not.
     """
     files = _files_of(split_part(path)[0])
     if any(map(is_matrix, files)):
         files = [file for file in files if is_matrix(file) or is_table(file)]
     states = [(str(file), file.stat()) for file in files]
-    return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def _files_of(path: Path) -> list[Path]:
