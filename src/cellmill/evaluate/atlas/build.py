@@ -1,9 +1,9 @@
-"""An atlas from the embeddings of datasets.
+"""Makes an atlas from the embeddings of datasets.
 
-The distance of a new cell is compared with those of reference cells, which are drawn from the atlas.
-The neighbours of a reference cell are cells of the other donors, as for a cell of a new donor. In an
-atlas of one donor, only the cell itself and cells of an equal vector are left out, so distances are
-too small for a new donor.
+The distance of a new cell to its neighbours is compared with the distances of reference cells, which are
+drawn from the atlas. The neighbours of a reference cell are cells of other donors, because a new cell is
+of a new donor too. In an atlas of one donor, only the cell itself and cells with an equal vector are left
+out. Then the distances of reference cells are smaller than those of cells of a new donor.
 """
 
 from collections.abc import Sequence
@@ -45,30 +45,31 @@ from cellmill.evaluate.inference.files import explain_damage, read_embedding
 from cellmill.evaluate.inference.label_counts import label_texts
 from cellmill.files import sha256_file, write_json
 
-DRAWN = 5000
-"""Cells drawn at most: a share of 5 % of them has a standard error of .3 %."""
-NO_COLUMN = "-"
+DRAWN = (
+    5000  # at most this many reference cells; a share of 5 % of them has a standard error of .3 %
+)
+NO_COLUMN = "-"  # name of the label column of a dataset without labels
 
 
 class EmbeddedCells(NamedTuple):
-    """Cells of a dataset that have a vector."""
+    """The cells of a dataset that have a vector."""
 
     dataset: str
-    label_column: str  # NO_COLUMN for none
+    label_column: str  # name of the obs column, or NO_COLUMN
     vectors: np.ndarray  # (cells, width) float32, finite
-    rows: np.ndarray  # (cells,) int64: row of each in the file
-    labels: np.ndarray  # (cells,) object: text, None without a label
-    donors: np.ndarray  # (cells,) object: text, empty without a donor
-    obs_columns: Sequence[str] = ()  # names of all that the file has
+    rows: np.ndarray  # (cells,) int64: row of each cell in the file
+    labels: np.ndarray  # (cells,) object: text, or None for a cell without a label
+    donors: np.ndarray  # (cells,) object: text, empty for a cell without a donor
+    obs_columns: Sequence[str] = ()  # names of all obs columns of the file
 
 
 def read_embedded(
     path: Path, label: str, donor_columns: Sequence[str], model_digest: str, width: int
 ) -> EmbeddedCells:
-    """Read the cells of a file of stage `embed`: their vectors, obs column `label`, and the first of
-    `donor_columns` that the file has.
+    """Read the embedded cells of a file that stage `embed` has written.
 
-    Raises DataError if the file is damaged, of another model, or has no column `label`.
+    Labels are read from obs column `label`, and donors from the first of `donor_columns` that the file
+    has. Raises DataError if the file is damaged, comes from another model, or lacks the column `label`.
     """
     with open_h5(path) as file, explain_damage(f"{path}: obs"):
         obs = file["obs"]
@@ -97,21 +98,26 @@ def read_embedded(
 
 
 def make_atlas(datasets: Sequence[EmbeddedCells], model_digest: str, section: Atlas) -> CellAtlas:
-    """An atlas in memory, without a graph; at least one cell has a vector."""
+    """Make an atlas in memory, without a graph. At least one cell must have a vector."""
+    # scale the vectors by a power of two, so that float16 can store them
     vectors = np.concatenate([cells.vectors for cells in datasets])
     largest = float(np.abs(vectors).max())
     scale = 2.0 ** np.ceil(np.log2(largest)) if largest else 1.0
-    # adding 0 turns -0 into 0, which is equal but has other bytes
+    # adding 0 turns -0 into 0, which is equal to -0 but has other bytes
     stored = np.ascontiguousarray((vectors / np.float32(scale)).astype("<f2") + np.float16(0))
+
+    # find the distinct vectors, which are the points; equal vectors have equal bytes
     width = stored.shape[1]
     as_bytes = stored.view(np.dtype((np.void, 2 * width))).ravel()
     distinct, point = np.unique(as_bytes, return_inverse=True)
     points = distinct.view("<f2").reshape(-1, width)
+
     cells = np.zeros(len(stored), CELL)
     cells["point"] = point.ravel()
     cells["row"] = np.concatenate([part.rows for part in datasets])
     labels, donors = _number_labels_and_donors(datasets, cells)
     reference, accuracy = _measure_reference(points, cells, len(donors), len(labels), section)
+
     record = AtlasRecord(
         format=1,
         model_digest=model_digest,
@@ -134,7 +140,7 @@ def make_atlas(datasets: Sequence[EmbeddedCells], model_digest: str, section: At
 
 
 def write_atlas(folder: Path, atlas: CellAtlas, max_exact: int = MAX_EXACT) -> None:
-    """Write an atlas; with more than `max_exact` points also their graph."""
+    """Write an atlas to `folder`. An atlas of more than `max_exact` points also has a graph of the points."""
     points = atlas.points.vectors
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
@@ -162,7 +168,10 @@ def write_atlas(folder: Path, atlas: CellAtlas, max_exact: int = MAX_EXACT) -> N
 def _number_labels_and_donors(
     datasets: Sequence[EmbeddedCells], cells: np.ndarray
 ) -> tuple[list[str], list[AtlasDonor]]:
-    """Names of labels, sorted, and donors by dataset. Their indices are written to `cells`."""
+    """List the labels, in alphabetical order, and the donors, dataset by dataset.
+
+    The index of each cell's label and donor is written into `cells`.
+    """
     texts = np.concatenate([part.labels for part in datasets])
     labels = sorted({*texts} - {None})
     number = {None: NO_LABEL} | {label: index for index, label in enumerate(labels)}
@@ -180,40 +189,47 @@ def _number_labels_and_donors(
 def _measure_reference(
     points: np.ndarray, cells: np.ndarray, n_donors: int, n_labels: int, section: Atlas
 ) -> tuple[np.ndarray, float | None]:
-    """Donors and distances of drawn cells, `(cells drawn,)` REFERENCE_CELL, and the accuracy of
-    their labels by the vote of the others.
+    """Draw the reference cells, and measure their distances and the accuracy of their labels.
 
-    Cells without another donor's cell have no distance and are left out.
+    Returns donors and distances, `(reference cells,)` REFERENCE_CELL, and the accuracy of a vote of the
+    neighbours; None if no cell has a label. A drawn cell without a neighbour has no distance, and is left
+    out.
     """
+    # A drawn cell must not be its own neighbour. Points have groups, and a search leaves a group out.
+    # With one donor, each point is a group. With several donors, a group is the points of one donor.
     drawn = draw_cells(np.arange(len(cells)), DRAWN, 0, draws.ATLAS_CELLS)
-    chosen = cells[drawn]
+    drawn_cells = cells[drawn]
     groups = np.arange(len(points))
-    left_out = chosen["point"]
-    voters = None
+    left_out_groups = drawn_cells["point"]
+    left_out_donors = None
     if n_donors > 1:
         groups = _find_sole_donors(cells, len(points))
-        left_out = chosen["donor"]
-        voters = left_out
-    queries = points[chosen["point"]].astype(np.float32)
+        left_out_groups = drawn_cells["donor"]
+        left_out_donors = drawn_cells["donor"]
+
+    # mean distance of each drawn cell to its neighbours
+    queries = points[drawn_cells["point"]].astype(np.float32)
     neighbors, distances = Points(points).nearest_exact(
-        queries, section.neighbors, groups, left_out
+        queries, section.neighbors, groups, left_out_groups
     )
-    mean = mean_distance(distances)
-    measured = np.flatnonzero(np.isfinite(mean))
+    distance = mean_distance(distances)
+    measured = np.flatnonzero(np.isfinite(distance))
     reference = np.zeros(len(measured), REFERENCE_CELL)
-    reference["donor"] = chosen["donor"][measured]
-    reference["distance"] = mean[measured]
+    reference["donor"] = drawn_cells["donor"][measured]
+    reference["distance"] = distance[measured]
+
+    # accuracy of the labels that the neighbours vote for
     electorate = Electorate(cells["point"], cells["donor"], cells["label"], len(points), n_labels)
-    votes = electorate.vote(neighbors, voters)
-    labelled = (chosen["label"] != NO_LABEL) & (votes.labels != NO_LABEL)
+    votes = electorate.vote(neighbors, left_out_donors)
+    labelled = (drawn_cells["label"] != NO_LABEL) & (votes.labels != NO_LABEL)
     accuracy = None
     if labelled.any():
-        accuracy = float((votes.labels == chosen["label"])[labelled].mean())
+        accuracy = float((votes.labels == drawn_cells["label"])[labelled].mean())
     return reference, accuracy
 
 
 def _find_sole_donors(cells: np.ndarray, n_points: int) -> np.ndarray:
-    """(points,) int64: donor of all cells of a point, -1 if they have several."""
+    """Find the donor of all cells of each point, (points,) int64; -1 if the cells have several donors."""
     lowest = np.full(n_points, np.iinfo(np.int64).max)
     highest = np.full(n_points, -1)
     np.minimum.at(lowest, cells["point"], cells["donor"])

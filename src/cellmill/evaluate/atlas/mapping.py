@@ -1,12 +1,13 @@
-"""Cells mapped to an atlas: labels by vote, and a refusal of cells that are far from all of it.
+"""Maps cells to an atlas. A cell gets a label by a vote of its neighbours, or is refused.
 
-The distance of a cell is the mean over its neighbours. Its percentile is 100 c / (n + 1), where c of
-the n reference cells of the atlas are nearer to their neighbours. Cells with a percentile of
-100 (1 - refuse_frac) or more are refused. Among new cells that are like those of the left-out
-donors, the refused share is at most `refuse_frac` on average (conformal prediction: Vovk,
-Gammerman & Shafer 2005).
+A cell is refused if it is far from all cells of the atlas. The distance of a cell is its mean distance to
+its neighbours. The percentile of a cell is 100 c / (n + 1): the atlas has n reference cells, and c of
+these are nearer to their own neighbours. Cells with a percentile of at least 100 (1 - refuse_frac) are
+refused. If new cells are like the reference cells, whose donors were left out, then at most a share
+`refuse_frac` of the new cells is refused on average (conformal prediction: Vovk, Gammerman & Shafer 2005).
 
-Neighbours are points: the distinct vectors of the atlas, each of one cell or several.
+The neighbours of a cell are points, which are the distinct vectors of the atlas. A point belongs to one
+cell, or to several cells.
 """
 
 from collections.abc import Iterator
@@ -38,23 +39,26 @@ from cellmill.evaluate.inference.annotations import (
 )
 from cellmill.evaluate.seen.seen_cells import Seen
 
-BLOCK = 16_384  # cells mapped at once
-SPARE_NEIGHBORS = 4  # looked up beyond k, because copies of the cell are left out
+BLOCK = 16_384  # at most this many cells are mapped at once
+# this many more points than neighbours are looked up, because copies of the cell are left out
+SPARE_NEIGHBORS = 4
+# A point is a copy of a cell if its distance, divided by the length of the cell's vector, is at most
+# this. It is twice the rounding error of float16.
 COPY_DISTANCE = 2.0**-10
-"""Distance, in lengths of the vector, up to which a cell of the atlas is a copy: float16 rounds by half."""
-MIN_SHOWN = 20  # reference cells of a donor whose share is printed
+MIN_SHOWN = 20  # a donor's share is printed if the donor has at least this many reference cells
+ROUNDING = 1e-9  # a percentile that is below the bound by at most this is refused
 
 
 @dataclass(frozen=True)
 class AtlasMapping(Annotations):
-    """Obs, obsm and uns that `cellmill map` writes. Refused cells have no label."""
+    """Entries of obs, obsm and uns that `cellmill map` writes. Refused cells have no label."""
 
-    lines: list[str]  # sentences about the result
+    lines: list[str]  # printed lines about the result
     key = ABOUT_MAP
 
     @property
     def labels(self) -> pd.Categorical:
-        """Labels of the cells, (cells,)."""
+        """Label of each cell, (cells,)."""
         return self.obs[LABEL]
 
     def __repr__(self) -> str:
@@ -62,27 +66,32 @@ class AtlasMapping(Annotations):
 
 
 def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map) -> AtlasMapping:
-    """Map cells with vectors `(cells, width)` float32, NaN rows for cells without any gene.
+    """Map cells by their `vectors`, `(cells, width)` float32.
 
-    Cells of the atlas itself, or that the model was trained on, have no percentile: their distances
-    are smaller than those of new cells. Copies of a cell in the atlas do not count as neighbours.
+    A cell without any gene has a row of NaN, and gets no label. Copies of a cell in the atlas do not count
+    as its neighbours. Cells of the atlas, and cells that the model was trained on, have no percentile,
+    because their distances are smaller than the distances of new cells.
     """
     record = atlas.record
     scale = np.float32(record.scale)
+
+    # neighbours and votes of all cells
     blocks = [*_map_blocks(atlas, vectors, section)]
     joined: dict[str, Any] = {}
     for name in ("points", "distances", "in_atlas", "codes", "agreement", "n_donors"):
         joined[name] = np.concatenate([getattr(block, name) for block in blocks])
     voted = replace(blocks[0], **joined)
     distance = mean_distance(voted.distances)  # in the unit of the stored vectors
-    # compare the distances of new cells with the reference
+
+    # compare the distances of new cells with the distances of reference cells
     is_new = ~voted.in_atlas if seen.is_seen is None else ~voted.in_atlas & ~seen.is_seen
     n_reference = len(atlas.reference)
     is_new &= np.isfinite(distance) & (n_reference > 0)
     percentile = np.where(is_new, find_percentiles(atlas.reference["distance"], distance), np.nan)
     refused = find_refused(percentile, section.refuse_frac)
     codes = np.where(refused, NO_LABEL, voted.codes)
-    # a point stands for its first cell
+
+    # the first cell of a point stands for the point
     points = voted.points
     neighbor_cells = np.where(points == NOWHERE, NOWHERE, atlas.first_cells[points])
     obs: dict[str, Any] = {
@@ -124,20 +133,24 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
 
 @dataclass(frozen=True)
 class _VotedCells:
-    """Neighbours and labels of some cells; distances in the unit of the stored vectors."""
+    """Neighbours and labels of some cells."""
 
     points: np.ndarray  # (cells, k) int64: neighbours of each cell
-    distances: np.ndarray  # (cells, k) float32
+    distances: (
+        np.ndarray
+    )  # (cells, k) float32: distances to them, in the unit of the stored vectors
     in_atlas: np.ndarray  # (cells,) bool: True for cells with a copy in the atlas
-    codes: np.ndarray  # (cells,) int64: index of the label in `names`; NO_LABEL for none
-    agreement: np.ndarray  # (cells,) float64: share of the votes for this label
-    n_donors: np.ndarray  # (cells,) int64: donors that voted
-    names: list[str]  # labels of the atlas, or terms of the Cell Ontology above them too
-    is_ontology: bool  # True if labels are terms of the Cell Ontology
+    codes: np.ndarray  # (cells,) int64: index of the label in `names`, or NO_LABEL
+    agreement: np.ndarray  # (cells,) float64: share of the votes for the label
+    n_donors: np.ndarray  # (cells,) int64: number of donors that voted
+    names: list[
+        str
+    ]  # labels of the atlas; with the Cell Ontology, also the terms above these labels
+    is_ontology: bool  # True if all labels are terms of the Cell Ontology
 
 
 def _name_cells(atlas: CellAtlas, cells: np.ndarray) -> np.ndarray:
-    """(n,) object: dataset and row of each of `cells`, (n,) int64; empty for NOWHERE."""
+    """Name the dataset and row of each of `cells` (indices), (cells,) object; empty for NOWHERE."""
     names = np.full(len(cells), "", object)
     is_cell = cells != NOWHERE
     names[is_cell] = [atlas.name_cell(cell) for cell in cells[is_cell].tolist()]
@@ -145,21 +158,29 @@ def _name_cells(atlas: CellAtlas, cells: np.ndarray) -> np.ndarray:
 
 
 def find_percentiles(reference: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(cells,) float64: percentile of each of `values`, (cells,), among the `reference` values."""
+    """Compute the percentile of each of `values`, (cells,), among the `reference` values: (cells,) float64."""
     return 100 * np.searchsorted(np.sort(reference), values) / (len(reference) + 1)
 
 
 def find_refused(percentile: np.ndarray, refuse_frac: float) -> np.ndarray:
-    """(cells,) bool, False for a NaN; the bound itself is refused in spite of rounding."""
-    return percentile >= 100 * (1 - refuse_frac) - 1e-9
+    """Mark the cells with a percentile of at least 100 (1 - refuse_frac), (cells,) bool.
+
+    A NaN is not refused.
+    """
+    return percentile >= 100 * (1 - refuse_frac) - ROUNDING
 
 
 def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator[_VotedCells]:
-    """Neighbours and labels of the cells, block by block; at least one block, also without cells."""
+    """Yield the neighbours and labels of the cells, block by block.
+
+    Without any cell there is one empty block.
+    """
     record = atlas.record
     terms = find_terms(record.labels)
     for block_start in range(0, max(len(vectors), 1), BLOCK):
         block = vectors[block_start : block_start + BLOCK]
+
+        # neighbours of the cells that have a vector
         points = np.full((len(block), record.neighbors), NOWHERE, np.int64)
         distances = np.full(points.shape, np.inf, np.float32)
         in_atlas = np.zeros(len(block), bool)
@@ -168,6 +189,8 @@ def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator
         points[has_vector] = nearest.points
         distances[has_vector] = nearest.distances
         in_atlas[has_vector] = nearest.in_atlas
+
+        # labels, or terms of the Cell Ontology
         votes: Votes = atlas.electorate.vote(points)
         names = record.labels
         codes = votes.labels
@@ -181,21 +204,21 @@ def _map_blocks(atlas: CellAtlas, vectors: np.ndarray, section: Map) -> Iterator
 
 
 class _Neighbors(NamedTuple):
-    """Nearest points of the atlas without copies of the cell."""
+    """Nearest points of the atlas. Copies of the cell are left out."""
 
-    points: np.ndarray  # (cells, k) int64; NOWHERE beyond the last
+    points: np.ndarray  # (cells, k) int64; NOWHERE if there are fewer than k
     distances: np.ndarray  # (cells, k) float32, in the unit of the stored vectors
     in_atlas: np.ndarray  # (cells,) bool: True for cells with a copy in the atlas
 
 
 def _find_neighbors(atlas: CellAtlas, vectors: np.ndarray) -> _Neighbors:
-    """Neighbours of cells with finite `vectors`, (cells, width) float32."""
+    """Find the neighbours of cells by their finite `vectors`, (cells, width) float32."""
     k = atlas.record.neighbors
     queries = np.ascontiguousarray(vectors / np.float32(atlas.record.scale), np.float32)
     points, distances = atlas.points.nearest(queries, k + SPARE_NEIGHBORS)
     lengths = np.sqrt(np.einsum("ij,ij->i", queries, queries))
     is_copy = distances <= COPY_DISTANCE * lengths[:, None]
-    # copies go last, and the others keep their order
+    # move copies to the end; the other points keep their order
     points = np.where(is_copy, NOWHERE, points)
     distances = np.where(is_copy, np.inf, distances)
     order = np.argsort(distances, axis=1, kind="stable")[:, :k]
@@ -207,20 +230,20 @@ def _find_neighbors(atlas: CellAtlas, vectors: np.ndarray) -> _Neighbors:
 
 
 def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
-    """Lines on labels, refusals and the atlas."""
+    """Return the printed lines about labels, refusals and the atlas."""
     record = atlas.record
-    n = len(obs[REFUSED])
+    n_cells = len(obs[REFUSED])
     n_in_atlas = int(obs[IN_ATLAS].sum())
     n_seen = int(obs[SEEN].sum()) if SEEN in obs else 0
     n_new = int(np.isfinite(obs[PERCENTILE]).sum())
     n_refused = int(obs[REFUSED].sum())
     new = f"{n_refused / n_new:.1%} of {n_new:,} new cells" if n_new else "no new cells"
     lines = [
-        f"{int(obs[LABEL].notna().sum()):,} of {n:,} cells have a label, {n_refused:,} are refused ({new})"
+        f"{int(obs[LABEL].notna().sum()):,} of {n_cells:,} cells have a label, {n_refused:,} are refused ({new})"
     ]
     n_reference = len(atlas.reference)
     left_out = "their donor" if record.held_out == "donor" else "each"
-    # reference cells by the rule for new ones
+    # refuse reference cells by the rule for new cells
     distances = atlas.reference["distance"]
     is_refused = find_refused(find_percentiles(distances, distances), section.refuse_frac)
     if section.refuse_frac * (n_reference + 1) < 1:
@@ -245,9 +268,9 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     if not record.labels:
         lines.append("warning: the atlas has no labels")
     if n_in_atlas:
-        lines.append(f"{n_in_atlas:,} of {n:,} cells are in the atlas: no percentile")
+        lines.append(f"{n_in_atlas:,} of {n_cells:,} cells are in the atlas: no percentile")
     if n_seen:
         lines.append(
-            f"{n_seen:,} of {n:,} cells come from the model's training or validation cells: no percentile"
+            f"{n_seen:,} of {n_cells:,} cells come from the model's training or validation cells: no percentile"
         )
     return lines

@@ -1,8 +1,8 @@
-"""Votes on terms of the Cell Ontology: the most specific term with enough of the votes.
+"""Votes on terms of the Cell Ontology. The winner is the most specific term with enough of the votes.
 
-A vote for a term is also a vote for each of its superclasses. The information content of a term
-measures how specific it is (Seco, Veale & Hayes 2004, ECAI): from 0 for `cell` to 1 for a term
-without terms below it.
+A vote for a term is also a vote for each of its superclasses. The information content of a term says how
+specific the term is (Seco, Veale & Hayes 2004, ECAI). It goes from 0 for `cell` to 1 for a term without
+terms below it.
 """
 
 from collections.abc import Sequence
@@ -14,34 +14,41 @@ import scipy.sparse as sp
 from cellmill.data.genes.tables import cell_ontology
 from cellmill.evaluate.atlas.votes import NO_LABEL
 
-_ROUNDING = 1e-6  # shares of votes are rounded
+_ROUNDING = 1e-6  # a share of votes that is below the bound by at most this is enough
 
 
 class Terms:
-    """Terms of the Cell Ontology that the labels of an atlas name, and their superclasses."""
+    """Terms of the Cell Ontology that the labels of an atlas stand for, and their superclasses.
+
+    Terms and superclasses together are called classes.
+    """
 
     def __init__(self, labels: Sequence[str], terms: Sequence[str], are_ids: bool) -> None:
+        """`terms` has the id of each label's term. `are_ids` is True if all labels are such ids."""
         self._label_of_term = dict(zip(terms, labels))
         self._terms = terms
         self._are_ids = are_ids
 
     @cached_property
     def _classes(self) -> list[str]:
-        """Ids of the terms and their superclasses, the most specific first."""
+        """Ids of all classes, the most specific first."""
         ontology = cell_ontology()
         ids = set[str]().union(*(ontology.ancestors(term) for term in self._terms))
         return sorted(ids, key=lambda term: (-ontology.information(term), term))
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of these classes: the labels; for superclasses ids if all labels are ids, names otherwise."""
+        """Names of all classes. A class that is a label's term has the label as its name.
+
+        Other classes have their id if all labels are ids, otherwise their name in the ontology.
+        """
         names = cell_ontology().names
         known = self._label_of_term
         return [known.get(term, term if self._are_ids else names[term]) for term in self._classes]
 
     @cached_property
     def _is_above(self) -> np.ndarray:
-        """(labels, classes) float64: 1 where the class is the label's term or a superclass."""
+        """Matrix (labels, classes) float64: 1 if the class is the label's term or a superclass of it."""
         number = {term: index for index, term in enumerate(self._classes)}
         is_above = np.zeros((len(self._terms), len(number)))
         for label, term in enumerate(self._terms):
@@ -49,10 +56,11 @@ class Terms:
         return is_above
 
     def climb(self, shares: sp.csr_matrix, certainty: float) -> tuple[np.ndarray, np.ndarray]:
-        """Index in `names` of the most specific class with `certainty` of the votes, (cells,) int64,
-        and its share of the votes, (cells,) float64.
+        """Find the most specific class that has at least `certainty` of a cell's votes.
 
-        `shares` of the votes are `(cells, labels)`; a cell without votes has NO_LABEL.
+        `shares`, `(cells, labels)`, are the shares of the votes. Returns the index of the class in `names`,
+        (cells,) int64, and the share of the votes for the class, (cells,) float64. A cell without votes has
+        NO_LABEL and NaN.
         """
         votes = np.asarray(shares @ self._is_above)
         has_enough = votes >= certainty - _ROUNDING
@@ -62,7 +70,10 @@ class Terms:
 
 
 def find_terms(labels: Sequence[str]) -> Terms | None:
-    """Terms of `labels`, each an id, or a name in any case; None if one is neither."""
+    """Find the terms of `labels`, which are ids, or names in upper or lower case.
+
+    Returns None if a label is no term.
+    """
     are_ids = all(label in cell_ontology() for label in labels)
     known = [term for term in map(_find_term, labels) if term is not None]
     return Terms(labels, known, are_ids) if labels and len(known) == len(labels) else None
@@ -70,7 +81,7 @@ def find_terms(labels: Sequence[str]) -> Terms | None:
 
 @cache
 def _find_term(label: str) -> str | None:
-    """Id of a term by its id or name in any case."""
+    """Find the id of the term that a label stands for; None if the label is no term."""
     ontology = cell_ontology()
     return label if label in ontology else _ids_by_name().get(label.casefold())
 
@@ -81,10 +92,10 @@ def _ids_by_name() -> dict[str, str]:
 
 
 def credit_labels(labels: Sequence[str]) -> np.ndarray:
-    """Credit of each predicted label for each true label, (labels, labels) float64.
+    """Compute the credit of each predicted label (row) for each true label (column).
 
-    1 for the same term. For a superclass of the true term, its information divided by the information
-    of the true term. 0 otherwise.
+    Returns (labels, labels) float64. The credit is 1 for the same term. A superclass of the true term has
+    its information content divided by the information content of the true term. Other terms have 0.
     """
     ontology = cell_ontology()
     terms = [_find_term(label) for label in labels]
@@ -93,9 +104,9 @@ def credit_labels(labels: Sequence[str]) -> np.ndarray:
         for row, predicted in enumerate(terms):
             if true is None or predicted not in ontology.ancestors(true):
                 continue
-            # the root, as the true term, has no information
-            same = predicted == true
-            credit[row, column] = same or ontology.information(predicted) / ontology.information(
+            # equal terms are compared first, because the root has an information content of 0
+            is_same = predicted == true
+            credit[row, column] = is_same or ontology.information(predicted) / ontology.information(
                 true
             )
     return credit

@@ -1,10 +1,12 @@
-"""Nearest points of an atlas by Euclidean distance: exact in blocks, or by an HNSW graph of faiss.
+"""Search for the nearest points of an atlas by Euclidean distance.
 
-A point is a vector that no other point equals: many equal vectors cut a graph into parts
-(`findings/hnsw_equal_vectors.sh`). Vectors are float16 and stored once. The graph's file has only
-its links (Malkov & Yashunin 2018, arXiv:1603.09320), and one thread adds the points in their order,
-so the same points give the same bytes. Either way the distances are computed again from the stored
-vectors, and equal distances are in the order of the points.
+The search is exact, in blocks of points, or it uses a graph of the library faiss (HNSW: Malkov & Yashunin
+2018, arXiv:1603.09320). In both cases the distances are computed again from the stored vectors. Points at
+equal distances are in the order of their indices.
+
+A point is a vector that no other point equals, because many equal vectors cut a graph into parts
+(`findings/hnsw_equal_vectors.sh`). Vectors are float16, and are stored once: the file of the graph has
+only links. One thread adds the points in their order, so the same points give the same bytes.
 """
 
 from importlib import import_module
@@ -17,32 +19,36 @@ from cellmill.config.plugin import in_one_line
 from cellmill.errors import DataError
 from cellmill.files import atomic_path
 
-# most points without a graph: comparing a cell with all of them takes less than a millisecond
+# At most this many points have no graph. To compare a cell with all of them takes less than a
+# millisecond.
 MAX_EXACT = 50_000
-# parameters of the graph
-LINKS = 16  # M
-BUILD_WIDTH = 64  # efConstruction
-SEARCH_WIDTH = 64  # efSearch
-# compared at once
-QUERIES = 1024
-POINTS = 16_384
-# candidates beyond the k neighbours: distances of all candidates are computed again
+
+# parameters of the graph, with their names in the paper and in faiss
+LINKS = 16  # links of a point (M)
+BUILD_WIDTH = 64  # candidates while the graph is built (efConstruction)
+SEARCH_WIDTH = 64  # candidates of a search, at least (efSearch)
+
+QUERIES = 1024  # at most this many queries are compared at once
+POINTS = 16_384  # with at most this many points at once
+# This many more candidates than neighbours are found, because the distances of all candidates are
+# computed again and may change their order.
 SPARE = 8
-NOWHERE = -1
+NOWHERE = -1  # index in place of a point if there are too few points
 
 
 class Points:
-    """Distinct vectors, `(points, width)` float16, and their graph if there is one."""
+    """The points of an atlas: distinct vectors, `(points, width)` float16, with a graph if there is one."""
 
     def __init__(self, vectors: np.ndarray, graph: Any = None) -> None:
         self.vectors = vectors
         self.graph = graph
 
     def nearest(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k nearest points of each query, `(queries, k)` int64, and their distances, float32.
+        """Find the k nearest points of each query, by the graph if there is one.
 
-        `queries` are `(queries, width)` float32. Without k points, the last ones are NOWHERE at an
-        infinite distance.
+        `queries` are `(queries, width)` float32. Returns indices of points, `(queries, k)` int64, and
+        distances, `(queries, k)` float32. If there are fewer than k points, the last indices are NOWHERE,
+        at an infinite distance.
         """
         if self.graph is None:
             return self.nearest_exact(queries, k)
@@ -51,7 +57,7 @@ class Points:
         _, candidates = self.graph.search(queries, n_candidates, params=parameters)
         points, distances = self._rank(queries, candidates, k)
         missed = np.flatnonzero(points[:, min(k, n_candidates) - 1] == NOWHERE)
-        if len(missed):  # the search ended in a small part of the graph
+        if len(missed):  # the search has ended in a small part of the graph that lacks k points
             points[missed], distances[missed] = self.nearest_exact(queries[missed], k)
         return points, distances
 
@@ -62,10 +68,11 @@ class Points:
         groups: np.ndarray | None = None,
         left_out: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The k nearest points by an exact search, in the form of `nearest`.
+        """Find the k nearest points of each query by an exact search.
 
-        `groups`, `(points,)`, has the group of each point, and `left_out`, `(queries,)`, the group that
-        is left out for each query. None for both leaves out no point.
+        Returns indices and distances, in the form that `nearest` returns. `groups`, `(points,)`, has the
+        group of each point. `left_out`, `(queries,)`, has the group that is left out for each query. If
+        both are None, no point is left out.
         """
         parts = []
         for first in range(0, len(queries), QUERIES):
@@ -85,16 +92,21 @@ class Points:
         groups: np.ndarray | None,
         left_out: np.ndarray | None,
     ) -> np.ndarray:
-        """Candidates, `(queries, at most k)`: the points at the smallest distances, in no order."""
+        """Compare each query with all points, and return the k nearest points in any order.
+
+        The result is `(queries, k)`, or `(queries, points)` if there are fewer than k points.
+        """
         best = np.zeros((len(queries), 0), np.int64)
         best_scores = np.zeros((len(queries), 0), np.float32)
         for first in range(0, len(self.vectors), POINTS):
             block = self.vectors[first : first + POINTS].astype(np.float32)
-            # squared distances without the query's own square, which is the same for all points
+            # The squared distance of query x and point y is x·x - 2 x·y + y·y. Here x·x is left out,
+            # because it does not change which points are nearest.
             squares = np.einsum("ij,ij->i", block, block)
             scores = squares - 2 * (queries @ block.T)
             if groups is not None and left_out is not None:
                 scores[groups[first : first + POINTS] == left_out[:, None]] = np.inf
+            # add the k nearest points of this block, and keep the k nearest of all
             smallest = _find_smallest(scores, k)
             best = np.hstack([best, first + smallest])
             best_scores = np.hstack([best_scores, np.take_along_axis(scores, smallest, axis=1)])
@@ -106,7 +118,7 @@ class Points:
     def _rank(
         self, queries: np.ndarray, candidates: np.ndarray, k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The k nearest of the candidates, `(queries, candidates)`, by distance, then by index."""
+        """Choose the k nearest of `candidates`, `(queries, candidates)`, ordered by distance, then by index."""
         points = np.full((len(queries), k), NOWHERE, np.int64)
         distances = np.full((len(queries), k), np.inf, np.float32)
         for first in range(0, len(queries), QUERIES):
@@ -123,14 +135,14 @@ class Points:
 
 
 def _find_smallest(scores: np.ndarray, k: int) -> np.ndarray:
-    """Columns of the k smallest scores of each row, in no order; all if there are no more."""
+    """Find the columns of the k smallest scores in each row, in any order; all columns if there are at most k."""
     if scores.shape[1] <= k:
         return np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
     return np.argpartition(scores, k - 1, axis=1)[:, :k]
 
 
 def mean_distance(distances: np.ndarray) -> np.ndarray:
-    """(cells,) float32: mean of the finite distances, `(cells, k)`; NaN without any."""
+    """Mean of each cell's finite `distances`, `(cells, k)`: (cells,) float32. NaN without a finite one."""
     is_finite = np.isfinite(distances)
     sums = np.where(is_finite, distances, 0).sum(axis=1, dtype=np.float64)
     n = is_finite.sum(axis=1)
@@ -139,7 +151,7 @@ def mean_distance(distances: np.ndarray) -> np.ndarray:
 
 
 def has_faiss() -> bool:
-    """True if the package of the graph is installed (extra `atlas`)."""
+    """True if faiss, the library of the graph, is installed (extra `atlas`)."""
     try:
         _faiss()
     except ImportError:
@@ -148,14 +160,17 @@ def has_faiss() -> bool:
 
 
 def write_graph(path: Path, vectors: np.ndarray) -> str:
-    """Write the graph of the points `(points, width)` float16; return the name of the library."""
+    """Write the graph of the points with these `vectors`, `(points, width)` float16.
+
+    Returns the name and version of the library.
+    """
     faiss = _faiss()
     graph = faiss.IndexHNSW(_storage(vectors[:0]), LINKS)
     graph.hnsw.efConstruction = BUILD_WIDTH
     threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)  # several would add points in an order that varies
+    faiss.omp_set_num_threads(1)  # several threads would add points in an order that varies
     try:
-        # in one call: a graph of batches finds fewer of the neighbours
+        # all points in one call: a graph that grows by batches finds fewer of the neighbours
         graph.add(vectors.astype(np.float32))
         with atomic_path(path) as temporary:
             faiss.write_index(graph, str(temporary), faiss.IO_FLAG_SKIP_STORAGE)
@@ -167,9 +182,9 @@ def write_graph(path: Path, vectors: np.ndarray) -> str:
 
 
 def read_graph(path: Path, vectors: np.ndarray, remedy: str) -> Any:
-    """The graph of `vectors`. Raises DataError if the file is not one of as many points.
+    """Read the graph of `vectors`. Compare the SHA-256 of the file first: the library trusts what it reads.
 
-    Its SHA-256 must have been compared: the library trusts what it reads.
+    Raises DataError if the file is no graph of as many vectors of this width.
     """
     faiss = _faiss()
     try:
@@ -183,7 +198,9 @@ def read_graph(path: Path, vectors: np.ndarray, remedy: str) -> Any:
         )
     graph.storage = _storage(vectors)
     graph.own_fields = False
-    graph.referenced_objects = [graph.storage]  # kept alive as long as the graph
+    graph.referenced_objects = [
+        graph.storage
+    ]  # so that Python keeps the storage as long as the graph
     return graph
 
 
@@ -192,7 +209,7 @@ def _faiss() -> Any:
 
 
 def _storage(vectors: np.ndarray) -> Any:
-    """Vectors `(points, width)` float16 as the library keeps them."""
+    """Make the library's own form of `vectors`, `(points, width)` float16."""
     faiss = _faiss()
     kind = faiss.ScalarQuantizer.QT_fp16
     storage = faiss.IndexScalarQuantizer(vectors.shape[1], kind, faiss.METRIC_L2)

@@ -1,12 +1,12 @@
 """Files of an atlas, in folder `atlas` of its model.
 
     vectors.npy     (points, width) float16: distinct vectors of the cells, divided by `scale`
-    cells.npy       (cells,): point, donor, label (NO_LABEL for none) and row in its dataset's file, as indices
-    reference.npy   (cells drawn,): donor of a cell of the atlas, and its mean distance to neighbours of other donors
-    graph.faiss     links between the points (`search.py`); absent from a small atlas
-    atlas.json      an `AtlasRecord`, with the SHA-256 of the others; written last
+    cells.npy       (cells,) CELL: indices of the cell's point, donor, label and row in the file of its dataset
+    reference.npy   (reference cells,) REFERENCE_CELL: the cell's donor, and its mean distance to its neighbours
+    graph.faiss     links between the points (`search.py`); a small atlas has none
+    atlas.json      an `AtlasRecord`, with the SHA-256 of the other files; written last
 
-Nothing is unpickled, and a file is used only if its SHA-256 is the record's.
+Nothing is unpickled. A file is used only if its SHA-256 is the one in the record.
 """
 
 from dataclasses import dataclass
@@ -29,18 +29,19 @@ VECTORS = "vectors.npy"
 CELLS = "cells.npy"
 REFERENCE = "reference.npy"
 GRAPH = "graph.faiss"
+# label is NO_LABEL for a cell without a label
 CELL = np.dtype([("point", "<i4"), ("donor", "<i4"), ("label", "<i4"), ("row", "<i8")])
 REFERENCE_CELL = np.dtype([("donor", "<i4"), ("distance", "<f4")])
 REMEDY = "make the atlas again (the `atlas` stage)"
 
 
 class AtlasDonor(Section):
-    """Donor of a dataset."""
+    """A donor of a dataset."""
 
     dataset: int = Field(ge=0)
     """Index of the dataset in `AtlasRecord.datasets`."""
     name: str
-    """Value of the obs column; empty for all cells without a value."""
+    """Value of the obs column of donors. Cells without a value are all of one donor with an empty name."""
 
 
 class AtlasRecord(Section):
@@ -53,35 +54,33 @@ class AtlasRecord(Section):
     width: int = Field(ge=1)
     """Width of a vector."""
     scale: float = Field(gt=0)
-    """Power of two by which vectors are divided."""
+    """Power of two by which the stored vectors are divided."""
     neighbors: int = Field(ge=1)
-    """Neighbours of a cell that are looked up."""
+    """Number of neighbours of a cell."""
     n_cells: int = Field(ge=1)
     """Number of cells."""
     n_points: int = Field(ge=1)
     """Number of distinct vectors."""
     n_reference: int = Field(ge=0)
-    """Number of cells with a distance in reference.npy."""
+    """Number of reference cells, which have a distance in reference.npy."""
     held_out: Literal["donor", "cell"]
-    """Cells that do not count as neighbours of a cell of reference.npy: all cells of its donor, or in
-    an atlas of one donor only the cell itself.
+    """Says which cells do not count as neighbours of a reference cell: `donor` for all cells of its donor,
+    or `cell` for the cell itself, in an atlas of one donor.
     """
     accuracy: float | None
-    """Share of the labelled cells of reference.npy whose label the other cells' vote predicts; null
-    without labels.
-    """
+    """Accuracy of the vote of the neighbours on the labels of drawn cells; null without labels."""
     datasets: list[str]
     """Names of the datasets."""
     label_columns: list[str]
-    """obs column of the labels of each; `-` for none."""
+    """obs column of labels in each dataset; `-` for a dataset without labels."""
     donors: list[AtlasDonor]
-    """Donors by number."""
+    """Donors by index."""
     labels: list[str]
-    """Labels by number."""
+    """Labels by index."""
     library: str | None
-    """Library of the graph; null without one."""
+    """Name and version of the library of the graph; null without a graph."""
     sha256: dict[str, str]
-    """Digests of the files."""
+    """SHA-256 of each other file, by its name."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,16 @@ class CellAtlas:
     record: AtlasRecord
     points: Points
     cells: np.ndarray  # (cells,) CELL
-    reference: np.ndarray  # (cells drawn,) REFERENCE_CELL
-    notes: tuple[str, ...] = ()  # lines about its use
+    reference: np.ndarray  # (reference cells,) REFERENCE_CELL
+    notes: tuple[str, ...] = ()  # printed lines about the use of the atlas
 
     @classmethod
     def read(cls, folder: Path, model_digest: str, width: int) -> Self:
-        """Read the atlas of a model. Raises UserError if it is missing, damaged or another model's."""
+        """Read the atlas of a model, which has the digest `model_digest` and vectors of this `width`.
+
+        Raises UserError if the atlas is missing or damaged, or if it was made with another model.
+        """
+        # the record
         path = folder / RECORD
         with advising(REMEDY):
             record: AtlasRecord = check_options(AtlasRecord, read_json(path), str(path))
@@ -108,6 +111,8 @@ class CellAtlas:
             raise DataError(
                 f"{path}: expected vectors of {width:,} numbers as of the model, got {record.width:,}; {REMEDY}"
             )
+
+        # the digests of the other files
         names = [VECTORS, CELLS, REFERENCE, *([GRAPH] if record.library else [])]
         for name in names:
             with advising(REMEDY):
@@ -118,21 +123,25 @@ class CellAtlas:
                     f"{folder / name}: expected sha256 {expected[:12]} as in {RECORD}, got {digest[:12]}: "
                     f"damaged or changed; {REMEDY}"
                 )
+
+        # the arrays, with indices inside their bounds
         shape = (record.n_points, record.width)
         vectors = open_array(folder / VECTORS, shape, "<f2", REMEDY)
         cells = open_array(folder / CELLS, (record.n_cells,), CELL, REMEDY)
         reference = open_array(folder / REFERENCE, (record.n_reference,), REFERENCE_CELL, REMEDY)
-        limits = {
+        lowest_and_end = {
             "point": (0, record.n_points),
             "donor": (0, len(record.donors)),
             "label": (NO_LABEL, len(record.labels)),
         }
-        for field, (low, high) in limits.items():
+        for field, (lowest, end) in lowest_and_end.items():
             ids = cells[field]
-            if ids.min() < low or ids.max() >= high:
+            if ids.min() < lowest or ids.max() >= end:
                 raise DataError(
                     f"{folder / CELLS}: damaged: it has a {field} of no entry; {REMEDY}"
                 )
+
+        # the graph
         notes: tuple[str, ...] = ()
         graph = None
         if record.library and has_faiss():
@@ -146,7 +155,7 @@ class CellAtlas:
 
     @cached_property
     def electorate(self) -> Electorate:
-        """Labelled cells, which vote on new cells."""
+        """The labelled cells, which vote on the labels of new cells."""
         cells = self.cells
         n_labels = len(self.record.labels)
         return Electorate(
@@ -155,11 +164,11 @@ class CellAtlas:
 
     @cached_property
     def first_cells(self) -> np.ndarray:
-        """(points,) int64: the first cell of each point."""
+        """Index of the first cell of each point, (points,) int64."""
         return np.unique(self.cells["point"], return_index=True)[1]
 
     def name_cell(self, cell: int) -> str:
-        """Dataset and row of a cell, such as `pbmc68k:17`."""
+        """Name a cell by its dataset and row, such as `pbmc68k:17`."""
         stored: Any = self.cells[cell]
         dataset = self.record.donors[stored["donor"]].dataset
         return f"{self.record.datasets[dataset]}:{stored['row']}"
