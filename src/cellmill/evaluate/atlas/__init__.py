@@ -1,1 +1,1 @@
-"""Atlas of a model: the embeddings of a corpus's cells, their labels, and cells mapped to them."""
+"""Atlas of a model: the embeddings and labels of the corpus's cells, to which new cells are mapped."""

@@ -196,7 +196,8 @@ def _measure_reference(
     out.
     """
     # A drawn cell must not be its own neighbour. Points have groups, and a search leaves a group out.
-    # With one donor, each point is a group. With several donors, a group is the points of one donor.
+    # With one donor, each point is a group. With several donors, a group is the points that only one
+    # donor has; a point of several donors is never left out.
     drawn = draw_cells(np.arange(len(cells)), DRAWN, 0, draws.ATLAS_CELLS)
     drawn_cells = cells[drawn]
     groups = np.arange(len(points))

@@ -1,3 +1,4 @@
-"""Results of an exported model on the cells of a file, and their files: vectors, labels, numbers and
-their calibration, hidden genes, knock-outs, responses to perturbations, and UMAP.
+"""Results of an exported model on the cells of a file, and the files of these results.
+
+Results are vectors, labels, numbers, predicted genes, knock-outs, responses to perturbations, and UMAP.
 """

@@ -1,7 +1,8 @@
 """Agreement of predicted labels and numbers with the labels and numbers in the file.
 
-Only cells that the model was not trained on have figures. Seen cells have only a sentence, and so
-have all cells if it is not known which are seen.
+Results about cells that the model was not trained on are figures, which are kept in the file, and a
+printed sentence. Seen cells have only a sentence. If it is not known which cells are seen, all cells have
+only a sentence.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +15,16 @@ from cellmill.evaluate.features.expression import column_correlations
 from cellmill.evaluate.seen.seen_cells import Seen
 
 Measures = tuple[dict[str, float], str]
-"""Figures of some cells, and the same in words."""
+"""Measures of the agreement on some cells: as figures by name, and in words."""
 
 
 class Wording(NamedTuple):
-    """Sentences about compared cells. `{}` stands for their measures in words."""
+    """Texts about compared cells. In a sentence, `{}` stands for the measures in words."""
 
-    n_cells: str  # beginning of the names of numbers of cells in figures
-    unknown: str  # if it is not known which cells the model has seen
-    held_out: str
-    seen: str
+    n_cells: str  # the names of figures that are numbers of cells begin with this
+    unknown: str  # sentence if it is not known which cells the model has seen
+    held_out: str  # sentence about cells that the model has not seen
+    seen: str  # sentence about cells that the model has seen
 
 
 LABELS = Wording(
@@ -47,10 +48,10 @@ def compare_labels(
     known: Sequence[str],
     seen: Seen,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures and sentences on the `predicted` labels against the labels in obs column `column`.
+    """Compare the `predicted` labels with the labels in obs column `column`, in figures and sentences.
 
-    Both are (cells,) object: text, None without a label. Only cells whose label in the file is `known`
-    to the model are compared.
+    `file_labels` and `predicted` are (cells,) object: text, or None for a cell without a label. A cell is
+    compared only if the model knows its label in the file; `known` are the labels of the model.
     """
     has_label = ~pd.isna(file_labels)
     is_known = np.isin(file_labels.astype(str), np.array(known, str)) & has_label
@@ -60,8 +61,8 @@ def compare_labels(
         if n_unknown:
             note = f", without {n_unknown:,} of labels that it does not know"
 
-    def measure(cells: np.ndarray) -> Measures:
-        return _measure_labels(file_labels[cells], predicted[cells])
+    def measure(chosen: np.ndarray) -> Measures:
+        return _measure_labels(file_labels[chosen], predicted[chosen])
 
     return _compare(column, is_known, seen, measure, LABELS, note)
 
@@ -73,16 +74,16 @@ def compare_numbers(
     training_mean: float | None,
     seen: Seen,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures and sentences on the `predicted` numbers against the numbers in obs column `column`, both
-    (cells,) float, NaN for none.
+    """Compare the `predicted` numbers with the numbers in obs column `column`, in figures and sentences.
 
-    `training_mean` is the prediction of the baseline; None if predictions are not in the unit of the
-    column.
+    `file_numbers` and `predicted` are (cells,) float; a cell without a number has NaN. `training_mean` is
+    the prediction of a baseline: the mean over training cells. It is None if the predictions are not in the
+    unit of the column.
     """
     is_finite = np.isfinite(file_numbers) & np.isfinite(predicted)
 
-    def measure(cells: np.ndarray) -> Measures:
-        return _measure_numbers(file_numbers[cells], predicted[cells], training_mean)
+    def measure(chosen: np.ndarray) -> Measures:
+        return _measure_numbers(file_numbers[chosen], predicted[chosen], training_mean)
 
     return _compare(column, is_finite, seen, measure, NUMBERS)
 
@@ -95,9 +96,10 @@ def _compare(
     wording: Wording,
     note: str = "",
 ) -> tuple[dict[str, Any], list[str]]:
-    """Figures of held-out cells, and sentences on all cells of the mask `is_compared`.
+    """Return figures of held-out cells, and sentences about all compared cells.
 
-    `measure` takes a mask of cells. `note` follows the measures of held-out cells.
+    `is_compared`, (cells,) bool, marks the compared cells. `measure` takes such a mask, and returns the
+    measures of the marked cells. `note` follows the measures of held-out cells in their sentence.
     """
     if not is_compared.any():
         return {}, []
@@ -123,7 +125,7 @@ def _compare(
 
 
 def _measure_labels(file_labels: np.ndarray, predicted: np.ndarray) -> Measures:
-    """Accuracy, in which a cell without a predicted label is wrong."""
+    """Measure the accuracy. A cell without a predicted label counts as wrong."""
     n_cells = len(file_labels)
     n_right = int((file_labels == predicted).sum())
     n_missing = int(pd.isna(predicted).sum())
@@ -135,7 +137,10 @@ def _measure_labels(file_labels: np.ndarray, predicted: np.ndarray) -> Measures:
 def _measure_numbers(
     file_numbers: np.ndarray, predicted: np.ndarray, training_mean: float | None
 ) -> Measures:
-    """Correlation and errors of finite numbers; no correlation if either is constant."""
+    """Measure the correlation and the errors of finite numbers.
+
+    There is no correlation if the numbers in the file, or the predicted numbers, are constant.
+    """
     figures = {}
     words = [f"{len(file_numbers):,} cells"]
     correlation = float(column_correlations(file_numbers[:, None], predicted[:, None])[0])

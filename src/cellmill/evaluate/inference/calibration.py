@@ -1,9 +1,11 @@
-"""Calibration of a model's classifiers, on cells that it was not trained on.
+"""Calibration of a model's classifiers, on cells that the model was not trained on.
 
-One temperature divides all logits, so it never changes a cell's most likely label (Guo et al. 2017,
-section 4.2). It minimises the cross-entropy, and is kept only if temperatures fitted without a
-fifth of the cells lower the calibration error on that fifth; otherwise it is 1. The error is the
-expected calibration error of the same paper, section 3.
+All logits of a classifier are divided by one temperature, which never changes the most likely label of a
+cell (Guo et al. 2017, section 4.2). The temperature is the one with the smallest cross-entropy.
+
+To see whether a temperature helps, it is also fitted without a fifth of the cells, for each fifth in
+turn. These temperatures must lower the calibration error on the cells that were left out. Otherwise the
+temperature is 1. The error is the expected calibration error of the same paper, section 3.
 """
 
 from collections.abc import Callable
@@ -32,44 +34,51 @@ from cellmill.models.objectives.shared.calibration import (
     expected_calibration_error,
 )
 
-N_THRESHOLDS = 100  # in the table of a calibration: 0, 1 / N_THRESHOLDS, ...
-# also the inverse of the smallest one; without bounds, separable cells have no best temperature
+N_THRESHOLDS = 100  # a calibration has the thresholds 0, 1 / N_THRESHOLDS, 2 / N_THRESHOLDS, ...
+# The largest temperature; the smallest is its inverse. Without bounds, cells that are all classified
+# correctly have no best temperature.
 MAX_TEMPERATURE = 100.0
 NO_VALIDATION = "the run had no labelled validation cells"
-CELL_BLOCK = 65_536  # cells whose logits are computed at once
-FOLDS = 5  # parts of the cells, held out in turn to see whether a temperature helps
+CELL_BLOCK = 65_536  # logits of at most this many cells are computed at once
+FOLDS = 5  # number of parts of the cells; each is left out once to see whether a temperature helps
 
 
 @dataclass(frozen=True)
 class Calibration:
+    """Temperature of a classifier, and its accuracy on the cells of the calibration.
+
+    The fields are entries of config.json. Entry i of a list is for threshold i / N_THRESHOLDS.
+    """
+
     temperature: float
-    n_cells: int
+    n_cells: int  # cells of the calibration
     accuracy: float
-    calibration_error: float
-    calibration_error_uncalibrated: float  # with temperature 1
-    # entry i: accuracy of cells whose highest probability is i / N_THRESHOLDS or more; None without cells
+    calibration_error: float  # with the temperature
+    calibration_error_uncalibrated: float  # without a temperature
+    # accuracy on cells with a highest probability of at least the threshold; None if there is no cell
     accuracy_above: list[float | None]
-    labelled_above: list[float]  # entry i: share of these cells among all
+    labelled_above: list[float]  # share of these cells among all cells
 
 
 def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
-    """Calibration of `logits`, (cells, labels) float, on cells with the ids `labels`, (cells,) int
-    from 0.
+    """Calibrate a classifier on cells with known labels.
+
+    `logits` are (cells, labels) float. `labels`, (cells,) int, are the true labels by index.
     """
     logits = logits.astype(np.float64)
-    # scale each fold by the temperature of the other folds
-    fold = np.arange(len(labels)) % FOLDS
+    # divide the logits of each fold by the temperature that is fitted on the other folds
+    fold_of_cell = np.arange(len(labels)) % FOLDS
     scaled = logits.copy()
-    for number in range(min(FOLDS, len(labels))):
-        held_out = fold == number
-        if not held_out.all():
-            scaled[held_out] /= fit_temperature(logits[~held_out], labels[~held_out])
+    for fold in range(min(FOLDS, len(labels))):
+        is_left_out = fold_of_cell == fold
+        if not is_left_out.all():
+            scaled[is_left_out] /= fit_temperature(logits[~is_left_out], labels[~is_left_out])
     lowers_error = calibration_error_of_logits(scaled, labels) < calibration_error_of_logits(
         logits, labels
     )
     temperature = fit_temperature(logits, labels) if lowers_error else 1.0
     confidence, is_right = confidence_and_correctness(logits / temperature, labels)
-    # (cells, N_THRESHOLDS): cells that each threshold keeps
+    # mark the cells that each threshold keeps, (cells, N_THRESHOLDS)
     above = confidence[:, None] >= np.arange(N_THRESHOLDS) / N_THRESHOLDS
     accuracy = [float(is_right[chosen].mean()) if chosen.any() else None for chosen in above.T]
     return Calibration(
@@ -84,21 +93,26 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
 
 
 def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
-    """Return the temperature with the smallest cross-entropy, between 1 / MAX_TEMPERATURE and MAX_TEMPERATURE."""
+    """Find the temperature with the smallest cross-entropy.
+
+    It is between 1 / MAX_TEMPERATURE and MAX_TEMPERATURE.
+    """
 
     def loss(log_temperature: float) -> float:
         scaled = torch.from_numpy(logits / np.exp(log_temperature)).log_softmax(1).numpy()
         return -float(scaled[np.arange(len(labels)), labels].mean())
 
     bound = float(np.log(MAX_TEMPERATURE))
-    # imported here, for a fifth of a second, because few models have a head to calibrate
+    # This import takes a fifth of a second. It is made here, because few models have a head to calibrate.
     minimize_scalar = import_module("scipy.optimize").minimize_scalar
     return float(np.exp(minimize_scalar(loss, bounds=(-bound, bound), method="bounded").x))
 
 
 def find_classifications(objective: Objective) -> dict[str, Classification]:
-    """Parts of the objective that predict labels, by name; without adversarial parts, whose
-    label the vectors should hide. An objective that is not a sum has the name "".
+    """Return the parts of the objective that predict labels, by name.
+
+    Adversarial parts are left out, because vectors should not tell their labels. An objective that is not a
+    sum has the name "".
     """
     return {
         name: part
@@ -108,7 +122,7 @@ def find_classifications(objective: Objective) -> dict[str, Classification]:
 
 
 def find_regressions(objective: Objective) -> dict[str, Regression]:
-    """Parts of the objective that predict numbers, by name."""
+    """Return the parts of the objective that predict numbers, by name."""
     return {
         name: part
         for name, part in objective.parts_by_name().items()
@@ -120,8 +134,9 @@ def find_regressions(objective: Objective) -> dict[str, Regression]:
 def run_head(
     model: Model, vectors: np.ndarray, head: Callable[[Model, torch.Tensor], torch.Tensor]
 ) -> np.ndarray:
-    """Output of `head`, such as `Classification.predict`, (cells, ...) float32, for `vectors` of
-    `embed`, (cells, hidden) float32.
+    """Compute the output of `head`, such as `Classification.predict`, for cells with these `vectors`.
+
+    `vectors` are (cells, hidden) float32, as `embed` writes them. Returns (cells, ...) float32.
     """
     device = next(model.parameters()).device
     parts = torch.from_numpy(vectors).split(CELL_BLOCK)
@@ -131,8 +146,10 @@ def run_head(
 def calibrate_head(
     model: Model, options: TrainOptions, manifest: Path, objective: Classification
 ) -> Calibration | None:
-    """Calibration of the head `objective` on the labelled validation cells of its run; None without
-    any. The model is on the CPU, and `manifest` is the manifest of its shards.
+    """Calibrate the head `objective` on the labelled validation cells of its run; None without such cells.
+
+    The model must be on the CPU. `options` are those of the run, and `manifest` is the path of the manifest
+    of its shards.
     """
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None
@@ -152,7 +169,8 @@ def calibrate_head(
     with torch.inference_mode():
         for batch in chain.from_iterable(stream):
             assert batch.levels is not None
-            level = batch.levels[:, column]  # 0 is unknown, the one after the labels is missing
+            # code of each cell's label: 0 is an unknown label, and the code after the last label a missing one
+            level = batch.levels[:, column]
             is_known = (level > 0) & (level <= len(objective.label_names))
             is_known &= np.diff(batch.cu_seqlens) > 0
             vectors.append(model.embed(to_tensors(batch)).float().numpy()[is_known])

@@ -1,6 +1,6 @@
-"""Result files of evaluations: embeddings and predictions in .h5ad files, and scores.csv.
+"""Files of results: embeddings and predictions in .h5ad files, and scores.csv.
 
-Embeddings and predictions are written to a file of their own or added to a copy of the cells' file.
+Embeddings and predictions are written to a new file, or added to a copy of the file of the cells.
 """
 
 import csv
@@ -39,19 +39,25 @@ from cellmill.evaluate.inference.annotations import (
 from cellmill.files import atomic_path, refuse_overwriting
 from cellmill.runs.results import DatasetResult, Row
 
-KEY = "X_cellmill"  # obsm
-ABOUT = "cellmill"  # uns
+KEY = "X_cellmill"  # key of obsm with the vectors of stage embed
+ABOUT = "cellmill"  # key of uns with facts about the model and stage embed
+
+# places of vectors in a file, in the words of messages
 OWN = f"obsm[{KEY!r}]"
-EXTERNAL = "obsm['X_emb']"
+EXTERNAL = "obsm['X_emb']"  # vectors of a model of another package
+# paths of these places in the file
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
-EMBED_AGAIN = "run embed again"
+
+EMBED_AGAIN = "run embed again"  # remedy in messages
+# columns of scores.csv
 FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
 
 
 def check_input(input: Path | str, out: Path, append: bool | None = None) -> Path:
-    """Where `input` is on this machine. `append` is None for a command without this option.
+    """Check the arguments of a command, and return the path of `input` on this machine.
 
-    Raises ConfigError if `out` cannot be written, or nothing appended.
+    `append` is None for a command without this option. Raises ConfigError if the command cannot write
+    `out`, or if it cannot append to `input`.
     """
     check_h5ad(out, "--out")
     path = local_input(input)
@@ -70,8 +76,10 @@ def write_embedding(
     about: dict[str, Any],
     source: Path | None = None,
 ) -> None:
-    """Write obsm["X_cellmill"] and uns["cellmill"] with `obs`, of which memory holds one column if
-    it is stored, or added to a copy of the .h5ad `source`.
+    """Write vectors to obsm["X_cellmill"] and facts to uns["cellmill"] of the file `path`.
+
+    The file is new and has `obs`, or it is a copy of the .h5ad file `source`. If `obs` is a `StoredObs`, only
+    one column of it is in memory at a time.
     """
     with _create(path, obs.index, source) as file:
         _add(file, obs, {KEY: vectors}, {ABOUT: about}, source)
@@ -80,11 +88,13 @@ def write_embedding(
 def write_prediction(
     path: Path, obs: pd.DataFrame, predicted: Annotations, source: Path | None = None
 ) -> None:
-    """Write the predictions with `obs`, or into a copy of the .h5ad `source`. They replace earlier
-    predictions.
+    """Write predictions to the file `path`. They replace earlier predictions.
+
+    The file is new and has `obs`, or it is a copy of the .h5ad file `source`.
     """
     columns = predicted.obs
     with _create(path, obs.index, source) as file:
+        # add the new predictions; obs of a copy is changed below
         about = {predicted.key: predicted.about}
         earlier = file.get(f"uns/{ABOUT_PREDICTION}")
         keys = earlier if isinstance(earlier, h5py.Group) else ()
@@ -93,6 +103,8 @@ def write_prediction(
         _add(file, obs.assign(**columns), predicted.obsm, about, source)
         if source is None:
             return
+
+        # delete earlier predictions from the copy
         obs = file["obs"]
         if not isinstance(obs, h5py.Group):
             raise DataError(
@@ -106,6 +118,8 @@ def write_prediction(
                 del obs[name]
             if name in file["obsm"] and name not in predicted.obsm:
                 del file["obsm"][name]
+
+        # write the columns of the new predictions, as the last ones
         for name, column in plain_text(pd.DataFrame(columns)).items():
             is_categorical = isinstance(column.dtype, pd.CategoricalDtype)
             write_elem(obs, name, column.array if is_categorical else column.to_numpy())
@@ -115,15 +129,15 @@ def write_prediction(
 
 @contextmanager
 def _create(path: Path, names: pd.Index, source: Path | None) -> Iterator[h5py.File]:
-    """New file at `path`, empty or a copy of `source`; a link to `source` stays a link to it.
+    """Create a file at `path`, empty or as a copy of `source`. A `path` that links to `source` stays a link.
 
-    Raises DataError if the cells of the copy are not `names`: somebody wrote `source` again after it
-    was read.
+    Raises DataError if the cells of the copy are not `names`. Then `source` was written again after it had
+    been read.
     """
     is_source = source is not None and path.resolve() == source.resolve()
     with create_h5(path.resolve() if is_source else path, copy_of=source) as file:
         if source is not None:
-            # an obs of an AnnData before 0.7 lists no columns
+            # obs of a file by anndata before 0.7 has no list of columns
             is_listed = "obs" in file and "column-order" in file["obs"].attrs
             stored_obs = open_obs(source, file) if is_listed else read_frame(source, file, "obs")
             stored, _ = keep_apart(stored_obs.index)
@@ -139,8 +153,8 @@ def _add(
     uns: Mapping[str, Any],
     source: Path | None,
 ) -> None:
-    """Write all entries to a new file without X, or only obsm and uns to a copy of `source`."""
-    # anndata's own writer of files crashes the interpreter when the disk is full
+    """Write obs, obsm and uns to a new file without X, or only obsm and uns to a copy of `source`."""
+    # anndata's own function for files is not used: it crashes Python if the disk is full
     if source is None:
         is_stored = isinstance(obs, StoredObs)
         frame = pd.DataFrame(index=obs.index) if is_stored else obs
@@ -156,10 +170,10 @@ def _add(
 
 
 def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:
-    """Vectors of a file written by `write_embedding`, `(cells, width)` float32.
+    """Read the vectors of a file that `write_embedding` has written, `(cells, width)` float32.
 
-    A row is finite, or all NaN. With `width` None, any width will do. Raises DataError if the file
-    is from another model, or its obs names are not `names` in this order.
+    A row is finite, or all NaN. If `width` is None, vectors may have any width. Raises DataError if the
+    file comes from another model, or if its obs names are not `names` in their order.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
@@ -177,17 +191,17 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
         raise DataError(
             f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {EMBED_AGAIN}"
         )
-    finite = np.isfinite(vectors)
-    wrong = (finite.any(axis=1) != finite.all(axis=1)) | np.isinf(vectors).any(axis=1)
-    if wrong.any():
+    is_finite = np.isfinite(vectors)
+    is_wrong = (is_finite.any(axis=1) != is_finite.all(axis=1)) | np.isinf(vectors).any(axis=1)
+    if is_wrong.any():
         raise DataError(
-            f"{path}: cell {int(wrong.argmax()) + 1:,} has numbers that are not finite; {EMBED_AGAIN}"
+            f"{path}: cell {int(is_wrong.argmax()) + 1:,} has numbers that are not finite; {EMBED_AGAIN}"
         )
     return vectors
 
 
 def read_costs(path: Path) -> dict[str, float]:
-    """`seconds`, `peak_gb` and `coverage_frac` of the stage `embed` that wrote an embedding."""
+    """Read `seconds`, `peak_gb` and `coverage_frac` of the stage embed that has written a file."""
     with (
         open_h5(path, EMBED_AGAIN) as file,
         explain_damage(f"{path}: uns[{ABOUT!r}]", f"; {EMBED_AGAIN}"),
@@ -199,11 +213,11 @@ def read_costs(path: Path) -> dict[str, float]:
 
 
 def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
-    """Finite vectors of another model, `(cells, width)` float32, from obsm["X_emb"], the key of
-    stage embed, or X.
+    """Read the vectors that a model of another package has written, `(cells, width)` float32, all finite.
 
-    Raises DataError, beginning with `command`, for any other content, such as other cells or
-    another order.
+    They are in obsm["X_emb"], in the key of stage embed, or in X. `command` is the command of that package,
+    and begins each message. Raises DataError for a missing file, for other cells or another order of cells,
+    and for numbers that are not finite.
     """
     if not path.exists():
         raise DataError(f"{command}: it ended well and wrote no file to {{out}}")
@@ -220,9 +234,10 @@ def read_external(path: Path, names: pd.Index, command: str) -> np.ndarray:
 
 
 def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
-    """obs names, vectors and facts about the model of a file of stage embed or another package.
+    """Read a file of vectors by stage embed or by another package.
 
-    Vectors are `(cells, width)` float32; a row is finite, or all NaN.
+    Returns obs names, vectors, and facts about the model. Vectors are `(cells, width)` float32. A row is
+    finite, or all NaN. A file by another package has no facts.
     """
     with open_h5(path) as file:
         stored = _read(file, str(path), (OWN, EXTERNAL, "X"))
@@ -232,15 +247,23 @@ def read_vectors(path: Path) -> tuple[pd.Index, np.ndarray, dict[str, Any]]:
     return stored.names, vectors, stored.about
 
 
-class _Stored(NamedTuple):
+class _StoredVectors(NamedTuple):
+    """Content of a file of vectors."""
+
     names: pd.Index  # obs names
-    key: str  # key of PATHS where the vectors are
+    key: str  # place of the vectors, a key of PATHS
     vectors: np.ndarray  # (cells, width) float32
-    about: dict[str, Any]  # uns["cellmill"] if the vectors are from stage embed, else empty
+    about: dict[str, Any]  # content of uns["cellmill"] if stage embed wrote the file, else empty
 
 
-def _read(file: h5py.File, source: str, wanted: tuple[str, ...], remedy: str = "") -> _Stored:
-    """The first array of `wanted` that the file has."""
+def _read(
+    file: h5py.File, source: str, wanted: tuple[str, ...], remedy: str = ""
+) -> _StoredVectors:
+    """Read the vectors at the first of the places `wanted` that the file has.
+
+    Messages begin with `source`, and end with `remedy`. Raises DataError if there are no vectors, or if
+    they have another number of cells than obs.
+    """
     with explain_damage(f"{source}: obs, obsm or uns", remedy):
         stored_names = pd.Index(read_elem(file["obs"][file["obs"].attrs["_index"]])).astype(str)
         key = next((name for name in wanted if PATHS[name] in file), wanted[-1])
@@ -249,7 +272,7 @@ def _read(file: h5py.File, source: str, wanted: tuple[str, ...], remedy: str = "
         if key == OWN and stored is not None:
             about = dict(read_elem(file["uns"][ABOUT]))
     if not isinstance(stored, h5py.Dataset) or stored.ndim != 2 or stored.dtype.kind not in "fiu":
-        # a null dataset, as anndata 0.12 writes for X = None, has no shape
+        # anndata 0.12 writes a null dataset for X = None, which has no shape
         is_dense = isinstance(stored, h5py.Dataset) and stored.shape is not None
         form = f"shape {stored.shape} of {stored.dtype}" if is_dense else "no dense array"
         raise DataError(
@@ -260,13 +283,16 @@ def _read(file: h5py.File, source: str, wanted: tuple[str, ...], remedy: str = "
             f"{source}: expected {len(stored_names):,} rows in {key}, got shape {stored.shape}{remedy}"
         )
     with explain_damage(f"{source}: {key}", remedy):
-        return _Stored(stored_names, key, np.asarray(stored[:], np.float32), about)
+        return _StoredVectors(stored_names, key, np.asarray(stored[:], np.float32), about)
 
 
 def _refuse_other_cells(
     source: str, stored: pd.Index, names: pd.Index, cells: str, remedy: str
 ) -> None:
-    """Raise DataError unless the names `stored` in `source` are the `names` of `cells`, in their order."""
+    """Raise DataError unless the cells in `source`, called `stored`, have the expected `names` in their order.
+
+    `cells` says in words which cells are expected. `remedy` ends the message.
+    """
     if stored.astype(str).equals(names.astype(str)):
         return
     n_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(stored, names)))
@@ -280,17 +306,17 @@ def _refuse_other_cells(
 
 @contextmanager
 def explain_damage(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn any error of reading a damaged file into one line."""
+    """Turn any error of reading a damaged file into a DataError of one line about `what`."""
     try:
         yield
     except (KeyError, TypeError, AttributeError):
         raise DataError(f"{what} is missing or of another form{remedy}") from None
-    except Exception as error:  # damaged bytes raise almost anything
+    except Exception as error:  # damaged bytes may raise almost any error
         raise DataError(f"{what} cannot be read: {one_line(error)}{remedy}") from None
 
 
 def write_scores(path: Path, datasets: Mapping[str, DatasetResult]) -> None:
-    """Write every number of all rows to `path`, one per line."""
+    """Write scores.csv to `path`: a line for every number of all rows of all tasks."""
     with atomic_path(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
@@ -302,7 +328,10 @@ def write_scores(path: Path, datasets: Mapping[str, DatasetResult]) -> None:
 
 
 def _list_numbers(row: Row) -> Iterator[tuple[str, str, int | str, float]]:
-    """Column, statistic (mean, sd, repetition or value), number of the repetition, and value."""
+    """Yield the numbers of a row, each as (column, statistic, number of the repetition, value).
+
+    The statistic is `mean`, `sd`, `repetition` or `value`. Only a repetition has a number.
+    """
     for column, score in row.scores.items():
         if score.mean is not None:
             yield column, "mean", "", score.mean

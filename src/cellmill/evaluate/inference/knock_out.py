@@ -1,9 +1,10 @@
-"""In-silico knock-out: how far the embeddings of cells move when the counts of one gene are
-removed.
+"""In-silico knock-out: how far the embeddings of cells move if the counts of one gene are removed.
 
-A cell's shift is 1 - the cosine of its embeddings with and without the gene (Theodoris et al. 2023,
-Nature 618:616); a gene's shift is the mean over the drawn cells that express it, and is compared
-with the `null_genes` other genes whose mean expression in the cells that express them is nearest.
+The shift of a cell is 1 minus the cosine between its embeddings with and without the gene (Theodoris et
+al. 2023, Nature 618:616). The shift of a gene is the mean shift of the drawn cells that express the gene.
+
+The shift of a gene is compared with the shifts of its null genes. These are the `null_genes` other genes
+with the most similar expression. The expression of a gene is its mean over the cells that express it.
 """
 
 from dataclasses import dataclass
@@ -36,18 +37,22 @@ from cellmill.files import progress
 
 @dataclass(frozen=True)
 class DrawnCells:
-    """Cells that genes are removed from, and their embedding with all genes."""
+    """Drawn cells from which genes are removed."""
 
     model: InferenceModel
     options: Embed
-    columns: GeneColumns
+    columns: GeneColumns  # says which row of the vocabulary each column of `counts` is
     counts: sp.csr_matrix  # (cells, columns of the file)
     levels: np.ndarray  # (cells, obs columns): level codes that the model reads
     profiles: sp.csc_matrix  # (cells, genes of the vocabulary): log(1 + counts per 10,000)
-    directions: np.ndarray  # (cells, width) float64: vectors with all genes, at length 1
+    directions: np.ndarray  # (cells, width) float64: vectors with all genes, scaled to length 1
 
     def measure_shifts(self, gene: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cells (indices) that express the gene and another one, and their shifts, float64."""
+        """Measure the shifts of the cells that express `gene`, a row of the vocabulary.
+
+        Returns the cells (indices) and their shifts, float64. A cell that expresses no other gene is left
+        out.
+        """
         profiles = self.profiles
         expressing = profiles.indices[profiles.indptr[gene] : profiles.indptr[gene + 1]]
         block = keep_columns(self.counts[expressing], self.columns.target != gene)
@@ -65,13 +70,17 @@ class DrawnCells:
 def knock_out_genes(
     reader: CountsReader, model: InferenceModel, embed: Embed, section: KnockOut
 ) -> tuple[ad.AnnData, Embedding]:
-    """Remove one gene at a time from drawn cells; return their shifts, and their embedding with all
-    genes.
+    """Remove one gene at a time from drawn cells, and measure the shifts.
 
-    X, CSR float32, has an entry for each cell that expresses the gene. var is by Ensembl id, the
-    largest z first: symbol, n_cells, expression (mean log(1 + counts per 10,000)), shift,
-    null_mean, null_sd, z, p (one-sided, at least 1 / (null genes + 1)). Raises DataError as
-    `embed_cells`, and if every gene is rare; ConfigError for a gene that is unknown or rare.
+    Returns the shifts, and the embedding of the drawn cells with all genes. The shifts are an AnnData of
+    cells by removed genes. X, CSR float32, has an entry for each cell that expresses the gene.
+
+    The rows of var are Ensembl ids, the gene with the largest z first. The columns of var are symbol,
+    n_cells, expression (mean log(1 + counts per 10,000)), shift, null_mean, null_sd, z, and p. p is
+    one-sided, and at least 1 / (null genes + 1).
+
+    Raises DataError if the model knows too few of the file's counts, if the file has too few of the model's
+    genes, or if every gene is rare. Raises ConfigError for a named gene that is unknown or rare.
     """
     vocabulary = model.vocabulary
     columns = match_columns(reader, vocabulary)
@@ -79,6 +88,7 @@ def knock_out_genes(
         raise DataError(
             f"{reader.path}: its genes are ordered and have no counts; knock_out removes counts from cells"
         )
+
     # draw and embed cells
     cells = draw_cells(
         np.arange(reader.n_obs), section.cells, section.seed, draws.KNOCKED_OUT_CELLS
@@ -96,7 +106,8 @@ def knock_out_genes(
         profiles,
         _scale_to_unit(embedding.vectors),
     )
-    # choose genes
+
+    # choose the genes to remove, and their null genes
     n_expressing = np.diff(profiles.indptr)
     expression = divide(np.asarray(profiles.sum(axis=0)).ravel(), n_expressing)
     usable = np.flatnonzero(n_expressing >= section.min_cells)
@@ -109,12 +120,15 @@ def knock_out_genes(
             f"knock_out.min_cells is {section.min_cells:,}; lower it"
         )
     null_genes = choose_null_genes(removed, usable, expression, section.null_genes)
-    # remove them, and their null genes, one at a time
+
+    # remove these genes one at a time
     measured = sorted({*null_genes}.union(*null_genes.values()))
     title = f"knock_out {reader.path.stem}"
     steps = progress(measured, title, len(measured), "genes", size=lambda gene: 1)
     shifts_by_gene = {gene: drawn.measure_shifts(gene) for gene in steps}
     genes = _tabulate_genes(null_genes, shifts_by_gene, expression, vocabulary)
+
+    # order the removed genes by z
     order = np.argsort(-genes["z"].to_numpy(), kind="stable")
     shifts = [shifts_by_gene[gene] for gene in removed[order].tolist()]
     matrix = _make_matrix(shifts, len(cells))
@@ -122,7 +136,10 @@ def knock_out_genes(
 
 
 def _make_matrix(shifts: list[tuple[np.ndarray, np.ndarray]], n_cells: int) -> sp.csr_matrix:
-    """(cells, genes) float32: shifts of the cells that express each gene."""
+    """Make a matrix of the `shifts` of each gene, (cells, genes) float32.
+
+    `shifts` has, for each gene, the cells (indices) and their shifts.
+    """
     ends = np.cumsum([0, *(len(gene_shifts) for _, gene_shifts in shifts)])
     cell_of_shift, values = map(np.concatenate, zip(*shifts))
     columns = (values.astype(np.float32), cell_of_shift, ends)
@@ -132,10 +149,10 @@ def _make_matrix(shifts: list[tuple[np.ndarray, np.ndarray]], n_cells: int) -> s
 def choose_null_genes(
     genes: np.ndarray, usable: np.ndarray, expression: np.ndarray, n_null: int
 ) -> dict[int, list[int]]:
-    """Null genes of each of `genes`: `n_null` other genes of `usable`, the nearest in expression
-    first.
+    """Choose the null genes of each of `genes`: the `n_null` genes with the most similar expression.
 
-    Genes are rows of the vocabulary; `expression` is `(genes of the vocabulary,)`.
+    Null genes are chosen among the other genes of `usable`, the most similar one first. Genes are rows of
+    the vocabulary. `expression` is `(genes of the vocabulary,)`.
     """
     null_genes = {}
     for gene in genes.tolist():
@@ -151,8 +168,8 @@ def _tabulate_genes(
     expression: np.ndarray,
     vocabulary: Vocabulary,
 ) -> pd.DataFrame:
-    """var of the result: a row for each gene that has null genes, by Ensembl id."""
-    means = {
+    """Make var of the result, with a row for each key of `null_genes`."""
+    mean_shifts = {
         gene: float(shifts.mean()) if len(shifts) else np.nan
         for gene, (_, shifts) in shifts_by_gene.items()
     }
@@ -163,13 +180,13 @@ def _tabulate_genes(
             "n_cells": len(shifts_by_gene[gene][0]),
             "expression": expression[gene],
         }
-        null = np.array([means[other] for other in others])
-        rows.append(about | _compare_with_null(means[gene], null[np.isfinite(null)]))
+        null = np.array([mean_shifts[other] for other in others])
+        rows.append(about | _compare_with_null(mean_shifts[gene], null[np.isfinite(null)]))
     return pd.DataFrame(rows, index=[vocabulary.gene_ids[gene] for gene in null_genes])
 
 
 def _compare_with_null(shift: float, null: np.ndarray) -> dict[str, float]:
-    """Columns of a gene with this `shift`, against `null`, the shifts of its null genes."""
+    """Compare the `shift` of a gene with `null`, the shifts of its null genes: values by column of var."""
     compared = {"shift": shift, "null_mean": np.nan, "null_sd": np.nan, "z": np.nan, "p": 1.0}
     if len(null) and np.isfinite(shift):
         compared["null_mean"] = float(null.mean())
@@ -181,7 +198,7 @@ def _compare_with_null(shift: float, null: np.ndarray) -> dict[str, float]:
 
 
 def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
-    """The vectors, `(cells, width)`, at length 1, float64."""
+    """Scale vectors, `(cells, width)`, to length 1: float64."""
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     return vectors / np.maximum(lengths, np.finfo(np.float64).tiny)
 
@@ -189,10 +206,10 @@ def _scale_to_unit(vectors: np.ndarray) -> np.ndarray:
 def _find_named_genes(
     names: list[str], min_cells: int, vocabulary: Vocabulary, n_expressing: np.ndarray
 ) -> np.ndarray:
-    """Vocabulary rows, ascending, of the genes `names`.
+    """Find the rows of the genes `names` in the vocabulary, ascending.
 
-    `n_expressing`, `(genes,)`, are numbers of drawn cells. Raises ConfigError for an unknown gene,
-    or one that fewer than `min_cells` of them express.
+    `n_expressing`, `(genes,)`, is the number of drawn cells that express each gene. Raises ConfigError for
+    an unknown gene, and for a gene that fewer than `min_cells` drawn cells express.
     """
     rows = rows_of_known_genes(names, vocabulary, "knock_out.genes")
     for name, row in rows.items():

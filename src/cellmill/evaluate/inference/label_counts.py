@@ -1,6 +1,4 @@
-"""Labels of cells in a file: their texts as shards have them, and counts of those that a model does
-not know.
-"""
+"""Labels of the cells in a file, as texts, and numbers of cells with labels that a model does not know."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +13,14 @@ from cellmill.data.arrays import as_text
 from cellmill.data.prepare.qc_lines import list_counts, list_first
 from cellmill.data.shards.obs import shard_column
 
-MAX_NAMES = 20  # labels that are named, the most frequent
+MAX_NAMES = 20  # at most this many labels are named, the most frequent ones
 
 
 def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
-    """Labels of an obs column as shards have them, (cells,) object: text, or None for a missing one.
+    """Return the labels of an obs column as texts, (cells,) object; None for a missing label.
 
-    A text that usually means no label, such as `unknown`, is a label only if it is in `known`.
+    The texts are those that shards have. A text that usually means no label, such as `unknown`, is a label
+    only if it is in `known`.
     """
     codes, values = pd.factorize(column)
     texts: list[str | None] = []
@@ -33,7 +32,10 @@ def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
 
 
 def count_by_label(labels: np.ndarray) -> dict[str, int]:
-    """Number of cells of each of the `labels`, (cells,) text; the largest first, then by name."""
+    """Count the cells of each label. `labels` are (cells,) text.
+
+    The largest label comes first. Labels with equally many cells are in the order of their names.
+    """
     return dict(sorted(Counter(labels.tolist()).items(), key=lambda item: (-item[1], item[0])))
 
 
@@ -41,13 +43,18 @@ def count_by_label(labels: np.ndarray) -> dict[str, int]:
 class LabelCounts:
     """Labelled cells of a file, and those whose label the model does not know."""
 
-    n_labelled: int
-    n_unknown: int  # cells of a label that the model does not know
-    unknown: dict[str, int]  # cells by such a label, the most frequent first
-    problem: str | None  # what is wrong with the labels, without a full stop
+    n_labelled: int  # cells with a label
+    n_unknown: int  # cells with a label that the model does not know
+    unknown: dict[str, int]  # number of cells by such a label, the largest label first
+    problem: (
+        str | None
+    )  # sentence on the problem with the labels, without a full stop; None if there is none
 
     def figures(self) -> dict[str, Any]:
-        """Cells of unknown labels and the labels of most of them; empty without any."""
+        """Figures about unknown labels: the number of their cells, and the largest labels.
+
+        Empty if there is no unknown label.
+        """
         if not self.unknown:
             return {}
         named = dict(list(self.unknown.items())[:MAX_NAMES])
@@ -57,10 +64,10 @@ class LabelCounts:
 def count_labels(
     obs: pd.DataFrame, dataset: str, column: str, labels: Sequence[str]
 ) -> LabelCounts:
-    """Count the cells of `obs` by label in obs column `column`; `labels` are those that the model
-    knows.
+    """Count the cells in `obs` that have a label in obs column `column`.
 
-    `dataset` is the name of the dataset: the label of all cells if `column` is `dataset`.
+    `labels` are the labels that the model knows. `dataset` is the name of the dataset, which is the label of
+    all cells if `column` is `dataset`.
     """
     values = shard_column(obs, dataset, column)
     if values is None:
@@ -68,15 +75,18 @@ def count_labels(
     texts = label_texts(values, labels)
     labelled = texts[~pd.isna(texts)]
     unknown = {label: n for label, n in count_by_label(labelled).items() if label not in labels}
-    n = len(labelled)
+    n_labelled = len(labelled)
     n_unknown = sum(unknown.values())
     problem = ""
     named = list_counts(unknown, MAX_NAMES)
-    if not n:
+    if not n_labelled:
         problem = "no cell has a label"
-    elif n_unknown == n:
+    elif n_unknown == n_labelled:
         known = list_first(labels, MAX_NAMES)
-        problem = f"none of {n:,} labelled cells has a label that the model knows: expected {known}; got {named}"
+        problem = (
+            f"none of {n_labelled:,} labelled cells has a label that the model knows: "
+            f"expected {known}; got {named}"
+        )
     elif unknown:
-        problem = f"{n_unknown:,} of {n:,} labelled cells have a label that the model does not know: {named}"
-    return LabelCounts(n, n_unknown, unknown, f"{column}: {problem}" if problem else None)
+        problem = f"{n_unknown:,} of {n_labelled:,} labelled cells have a label that the model does not know: {named}"
+    return LabelCounts(n_labelled, n_unknown, unknown, f"{column}: {problem}" if problem else None)

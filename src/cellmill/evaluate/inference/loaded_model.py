@@ -1,4 +1,4 @@
-"""`LoadedModel`, an exported model for cells in memory (`cellmill.load`)."""
+"""`LoadedModel`: an exported model that is used on cells in memory (`cellmill.load`)."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -27,11 +27,11 @@ from cellmill.evaluate.seen.seen_cells import mark_seen_cells, tabulate_seen_cel
 class LoadedModel:
     """An exported model with its vocabulary and tokens.
 
-    A cell's vector depends only on its own counts, not on the other cells or their order (except
-    for rounding, 5e-6). It is the vector that `cellmill embed` writes.
+    The vector of a cell depends only on the cell's own counts. It does not depend on other cells or on
+    their order, except for rounding errors of 5e-6. It is the vector that `cellmill embed` writes.
 
-    Attributes: `folder`, `config` (config.json), `vocabulary`, and `labels` of the first head that
-    predicts labels; empty without one.
+    Attributes: `folder`; `config`, the content of config.json; `vocabulary`; and `labels`, the labels of
+    the first head that predicts labels. `labels` is empty without such a head.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,14 +45,16 @@ class LoadedModel:
     def embed(
         self, adata: Any, counts: str = "X", *, dataset: str = "adata", **options: Any
     ) -> np.ndarray:
-        """Vectors of all cells in their order, (n_obs, hidden) float32; NaN for a cell without a
-        gene of the model.
+        """Compute the vectors of all cells in their order, (n_obs, hidden) float32.
 
-        `adata` is an AnnData in memory; genes are matched by Ensembl id or symbol. `counts` is X,
-        raw, or the name of a layer. `dataset` is the name of the dataset. It appears in warnings, and
-        a model with covariate `dataset` makes a token of it. `options` are the options of section `embed`:
-        token_budget, precision, min_coverage_frac, min_expressed_frac. Raises DataError if the matrix
-        holds no counts, or the model knows too few of its genes.
+        A cell without counts of the model's genes has a row of NaN.
+
+        `adata` is an AnnData in memory. Its genes are matched by Ensembl id or symbol. `counts` is X, raw,
+        or the name of a layer. `dataset` is the name of the dataset. The name appears in warnings, and a
+        model with covariate `dataset` makes a token of it. `options` are the options of section `embed`:
+        token_budget, precision, min_coverage_frac, min_expressed_frac.
+
+        Raises DataError if the matrix does not have counts, or if the model knows too few of its genes.
         """
         section = _embed_options("embed", options)
         with self._open_reader(adata, counts, dataset) as reader:
@@ -61,6 +63,7 @@ class LoadedModel:
         return embedding.vectors
 
     def _open_reader(self, adata: Any, counts: str, dataset: str) -> CountsReader:
+        """Open the cells of an AnnData as a dataset with the name `dataset`."""
         reader = CountsReader(open_memory(adata, counts, dataset))
         reader.dataset = dataset
         return reader
@@ -75,13 +78,14 @@ class LoadedModel:
         dataset: str = "adata",
         **options: Any,
     ) -> Predictions:
-        """Predictions of all heads, as `cellmill predict` writes them: labels, calibrated
-        probabilities and numbers.
+        """Predict with all heads, as `cellmill predict` does: labels, calibrated probabilities and numbers.
 
-        `obs`, `obsm` and `about` have what the command writes, under its names, and `add_to(adata)`
-        adds it; `labels` are from the first head of labels. Thresholds are options of section
-        `predict`; other arguments are as in `embed`. Raises ConfigError for a model that predicts
-        neither labels nor numbers.
+        The result has what the command writes, under the same names, in `obs`, `obsm` and `about`. Its
+        method `add_to(adata)` adds all of this to an AnnData. Its property `labels` has the labels of the
+        first head.
+
+        `min_probability` and `min_accuracy` are options of section `predict`. Other arguments are as in
+        `embed`. Raises ConfigError for a model that predicts neither labels nor numbers.
         """
         given = {"min_probability": min_probability, "min_accuracy": min_accuracy}
         section = check_options(Predict, given, "options of predict")
@@ -105,15 +109,16 @@ class LoadedModel:
         dataset: str = "adata",
         **options: Any,
     ) -> Any:
-        """Predicted expression of genes that `adata` lacks, as `cellmill impute` writes it: an AnnData
-        of cells by predicted genes, X float32, log(1 + counts per 10,000).
+        """Predict the expression of genes that `adata` lacks, as `cellmill impute` does.
 
-        `genes` are ids or symbols, None for all genes of the model that `adata` lacks; other
-        arguments are as in `embed`. Raises ConfigError for a model that predicts no expression, or
-        an unknown gene; DataError if `adata` measures all of them.
+        Returns an AnnData of cells by predicted genes. X is float32, log(1 + counts per 10,000).
+
+        `genes` are ids or symbols. None stands for all genes of the model that `adata` lacks. Other
+        arguments are as in `embed`. Raises ConfigError for a model that predicts no expression, and for an
+        unknown gene. Raises DataError if `adata` measures all of the genes.
         """
         section = _embed_options("impute", options, ["genes"])
-        # imports scikit-learn
+        # imported here, because it imports scikit-learn
         impute = import_module("cellmill.evaluate.inference.impute")
         with self._open_reader(adata, counts, dataset) as reader:
             imputer = impute.FileImputer(reader, self._inference, self.folder, genes, section)
@@ -135,18 +140,21 @@ class LoadedModel:
         dataset: str = "adata",
         **options: Any,
     ) -> Any:
-        """Predicted response of the controls in `adata` to perturbations, as `cellmill perturb` writes
-        it: an AnnData of perturbations by genes, X float32, change of log(1 + counts per 10,000).
+        """Predict the response of the controls in `adata` to perturbations, as `cellmill perturb` does.
 
-        `perturbations` are names, None for all that the model was trained on. `perturbation_column` is
-        the obs column of perturbations, and `control` its value for controls, by default the model's;
-        values of obs column `by` are predicted separately. Other arguments are as in `embed`. Raises
-        ConfigError for a model that predicts no responses, or an unknown perturbation; DataError
-        without enough controls.
+        Returns an AnnData of perturbations by genes. X is float32, the change of log(1 + counts per 10,000).
+
+        `perturbations` are names. None stands for all perturbations that the model was trained on.
+        `perturbation_column` is the obs column of perturbations, and `control` is the value of control cells
+        in that column. By default both are those of the model's training. Each value of obs column `by` is
+        predicted separately. Other arguments are as in `embed`.
+
+        Raises ConfigError for a model that predicts no responses, and for an unknown perturbation. Raises
+        DataError if there are too few controls.
         """
         given = {"perturbation_column": perturbation_column, "control": control, "by": by}
         section = _embed_options("perturb", options, ["perturbations", *given])
-        # imports scikit-learn
+        # imported here, because it imports scikit-learn
         perturb = import_module("cellmill.evaluate.inference.perturb.predict")
         request = perturb.PerturbRequest(perturbations, **given)
         with self._open_reader(adata, counts, dataset) as reader:
@@ -167,11 +175,12 @@ class LoadedModel:
         dataset: str = "adata",
         **options: Any,
     ) -> AtlasMapping:
-        """Labels, neighbours and distances in the model's atlas, as `cellmill map` writes them.
+        """Map the cells to the model's atlas, as `cellmill map` does: labels, neighbours and distances.
 
-        `atlas` is its folder, by default `atlas` in the model's. `add_to(adata)` of the result adds
-        everything. Thresholds are options of section `map`; other arguments are as in `embed`.
-        Raises DataError if the atlas is missing, damaged or another model's.
+        `atlas` is the folder of the atlas, by default the folder `atlas` in the folder of the model.
+        `refuse_frac` and `certainty` are options of section `map`. Other arguments are as in `embed`. The
+        result's method `add_to(adata)` adds everything to an AnnData. Raises DataError if the atlas is
+        missing or damaged, or if the atlas was made with another model.
         """
         given = {"refuse_frac": refuse_frac, "certainty": certainty}
         section = check_options(Map, given, "options of map")
@@ -186,11 +195,11 @@ class LoadedModel:
         return map_vectors(cell_atlas, embedding.vectors, seen, section)
 
     def seen(self, adata: Any, counts: str = "X", *, dataset: str = "adata") -> pd.DataFrame:
-        """Cells that the model, or a model before it, was trained on, as `cellmill seen` finds them.
+        """Find the cells that the model, or one of its ancestors, was trained on, as `cellmill seen` does.
 
-        A row per cell; column `seen` is exact, near or new (`seen_cells.KINDS`). Arguments are as in
-        `embed`. Raises DataError if no gene is known, or the training cells are not: the model has
-        no list of them.
+        Returns a table with a row for each cell. Its column `seen` is exact, near or new
+        (`seen_cells.KINDS`). Arguments are as in `embed`. Raises DataError if the model knows no gene of
+        `adata`, or if the training cells of the model are not known.
         """
         with self._open_reader(adata, counts, dataset) as reader:
             table, notes = tabulate_seen_cells(reader, self.folder, self.vocabulary)
@@ -210,7 +219,10 @@ class LoadedModel:
 
 
 def _embed_options(method: str, options: dict[str, Any], others: Iterable[str] = ()) -> Embed:
-    """Options of section `embed` that a method was called with; `others` are its other arguments."""
+    """Check the options of section `embed` that a method was called with, and return them as a section.
+
+    `others` are the names of further arguments of the method. Raises ConfigError for an unknown argument.
+    """
     known = ["counts", "dataset", *others, *Embed.model_fields]
     for name in options:
         if name not in known:
@@ -221,5 +233,6 @@ def _embed_options(method: str, options: dict[str, Any], others: Iterable[str] =
 
 
 def _warn(dataset: str, lines: Iterable[str]) -> None:
+    """Warn of each line about a dataset, on behalf of the caller of a method."""
     for line in lines:
         warnings.warn(f"{dataset}: {line.removeprefix('warning: ')}", stacklevel=3)

@@ -1,8 +1,8 @@
-"""Vectors of cells that `embed` saves, so that a process that follows a killed one goes on from there.
+"""Saves the vectors of cells while `embed` runs. After a kill, the next process continues from there.
 
-The state `embedded` has the number of cells, the sums of counts that say what the model knows of
-the file, what the reader has seen of its values, and the seconds that it took. The vectors are a
-stream of float32 rows in the order of the cells, with NaN rows for cells without a known gene.
+The saved state is called `embedded`. It has the number of embedded cells, the sums of counts in each
+column, the values that the reader has seen, and the seconds that the work took. The vectors are saved as
+a stream of float32 rows, in the order of the cells. A cell without a known gene has a row of NaN.
 """
 
 import time
@@ -22,12 +22,14 @@ from cellmill.files import sha256_file
 from cellmill.models.family import Model
 
 STATE = "embedded"
-FORMAT = 1  # version of the state; raise it when the same cells get other vectors
+FORMAT = 1  # version of the state; raise this number if the same cells get other vectors
 
 
 class SavedVectors:
-    """Saves `vectors`, `(cells, hidden)`, that fill up in the order of the cells, and `sums`, arrays that
-    grow with them.
+    """Saves `vectors`, `(cells, hidden)`, while they are computed in the order of the cells.
+
+    `sums` are arrays by name, which add up values of the same cells. They are saved together with the
+    vectors.
     """
 
     def __init__(
@@ -38,8 +40,8 @@ class SavedVectors:
         vectors: np.ndarray,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.first = 0  # the first cell that no earlier process has embedded
-        self.earlier_s = 0.0  # seconds that earlier processes took for the cells before it
+        self.first = 0  # index of the first cell that no earlier process has embedded
+        self.earlier_s = 0.0  # seconds that earlier processes spent on the cells before `first`
         self._saved = saved
         self._reader = reader
         self._sums = sums
@@ -48,7 +50,7 @@ class SavedVectors:
         self._began = clock()
 
     def restore(self) -> None:
-        """Fill the vectors and sums with what a killed process has saved, if it has."""
+        """Fill the vectors and sums with what a killed process has saved, if there is anything."""
         stored = self._saved.restore(STATE)
         self._rows = SavedRows(self._saved, STATE, {"vectors": self._vectors})
         if stored is None:
@@ -61,8 +63,9 @@ class SavedVectors:
         print(f"{self._reader.path.stem}: {self.first:,} cells are embedded already", flush=True)
 
     def save_rows(self, blocks: Iterator[sp.csr_matrix]) -> Iterator[sp.csr_matrix]:
-        """Pass on the blocks of rows from row `first` on. Whoever asks for the next block has written the
-        vectors of the last one, and they are saved if it is time.
+        """Yield the blocks of rows from row `first` on, and save vectors from time to time.
+
+        The caller must write the vectors of a block before it takes the next block.
         """
         n_done = self.first
         for block in blocks:
@@ -73,19 +76,21 @@ class SavedVectors:
                 self._save(n_done)
 
     def _save(self, n_cells: int) -> None:
-        seen = self._reader.seen_values()
+        """Save the vectors of the first `n_cells` cells, and the state."""
+        seen_values = self._reader.seen_values()
         seconds = self.earlier_s + self._clock() - self._began
         numbers = {"n_cells": np.array(n_cells), "seconds": np.array(seconds)}
         streams = self._rows.append(n_cells)
-        self._saved.save(STATE, self._sums | seen | numbers, streams)
+        self._saved.save(STATE, self._sums | seen_values | numbers, streams)
 
 
 def embedding_facts(
     path: Path, read: Mapping[str, Any], folder: Path, model: Model, embed: Embed
 ) -> dict[str, Any]:
-    """What the vectors of the cells of the file `path` depend on; `model` is the one in `folder`.
+    """Facts that the vectors of a file's cells depend on. Saved work is used only if all facts are equal.
 
-    `read` are the options by which the file is read.
+    `path` is the file of the cells, and `read` are the options by which it is read. `model` was read from
+    `folder`.
     """
     device = next(model.parameters()).device
     is_gpu = device.type == "cuda"

@@ -1,8 +1,7 @@
-"""Seeded, single-threaded UMAP of embeddings (the same cells give the same picture), and umap.tsv
-of drawn cells.
+"""UMAP of embeddings, and umap.tsv, the file with the coordinates of drawn cells.
 
-umap-learn takes a second to import, so only the process that draws imports it; reading and writing
-the file do without.
+UMAP is seeded and runs in one thread, so the same cells give the same picture. umap-learn takes a second to
+import. So only a process that computes a UMAP imports umap-learn, and not one that reads or writes the file.
 """
 
 import csv
@@ -24,7 +23,8 @@ import numpy as np
 from cellmill.errors import DataError
 from cellmill.files import require_file, write_text
 
-APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # the names that umap-learn imports
+# modules of the approximate search of neighbours, with the names that umap-learn imports from them
+APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {
     "pynndescent": {"NNDescent": type("NNDescent", (), {})},
     "pynndescent.distances": {"named_distances": {}},
     "pynndescent.sparse": {"sparse_named_distances": {}},
@@ -32,7 +32,7 @@ APPROXIMATE_SEARCH: dict[str, dict[str, Any]] = {  # the names that umap-learn i
 
 
 class UmapColumns(NamedTuple):
-    """Columns of umap.tsv, a value for each drawn cell. Unknown labels and batches are empty."""
+    """Columns of umap.tsv, with a value for each drawn cell. Unknown labels and batches are empty."""
 
     dataset: Sequence[str]
     obs_name: Sequence[str]
@@ -44,15 +44,18 @@ class UmapColumns(NamedTuple):
 
 
 COLUMNS = tuple(UmapColumns.__annotations__)
+NEIGHBORS = 15  # neighbours of a cell, itself included, at most
+MIN_CELLS = 4  # UMAP needs at least this many cells
+MAX_RANDOM_CELLS = 16  # at most this many cells are initialised at random
 
 
 @cache
 def import_umap() -> Any:
-    """Import umap-learn, and keep its machine code in numba's cache if that is writable.
+    """Import umap-learn, and keep its machine code in numba's cache if the cache is writable.
 
-    Without the cache every process compiles for 5 CPU-seconds; the picture of 300 cells takes 0.4.
-    Stand-ins replace the approximate search of neighbours, which is not used here and would compile
-    for 14 CPU-seconds on import.
+    Without the cache, every process would compile for 5 CPU-seconds, where the picture of 300 cells takes
+    0.4. The approximate search of neighbours is not used here, but would compile for 14 CPU-seconds on
+    import. So empty modules are imported in its place.
     """
     stand_ins = {} if "pynndescent" in sys.modules else APPROXIMATE_SEARCH
     for name, content in stand_ins.items():
@@ -64,7 +67,7 @@ def import_umap() -> Any:
         for name in stand_ins:
             del sys.modules[name]
     dispatcher = import_module("numba.core.dispatcher").Dispatcher
-    with suppress(RuntimeError):  # no writable folder
+    with suppress(RuntimeError):  # raised if no folder for the cache is writable
         for module in (umap.umap_, umap.layouts, umap.utils, umap.distances, umap.sparse):
             for function in vars(module).values():
                 if isinstance(function, dispatcher):
@@ -73,14 +76,16 @@ def import_umap() -> Any:
 
 
 def project(vectors: np.ndarray, seed: int) -> np.ndarray:
-    """Coordinates `(cells, 2)` float32 of `vectors` `(cells, hidden)`; below 4 cells, the first two
-    columns.
+    """Compute the UMAP coordinates of `vectors`, `(cells, hidden)`: `(cells, 2)` float32.
+
+    Fewer than 4 cells have no graph of neighbours. Their coordinates are the first two columns of the
+    vectors.
     """
-    if len(vectors) < 4:  # too few for a neighbour graph
+    if len(vectors) < MIN_CELLS:
         return np.pad(vectors, ((0, 0), (0, 2)))[:, :2].astype(np.float32)
-    neighbors = min(15, len(vectors) - 1)
-    # find exact neighbours, in 4 CPU-seconds for 20,000 cells of width 128; each cell comes first
-    # among its own neighbours, also if another cell has the same vector
+    neighbors = min(NEIGHBORS, len(vectors) - 1)
+    # Find exact neighbours, which takes 4 CPU-seconds for 20,000 cells of width 128. Each cell is put
+    # first among its own neighbours, even if another cell has the same vector.
     search = import_module("sklearn.neighbors").NearestNeighbors(
         n_neighbors=neighbors, algorithm="brute"
     )
@@ -88,11 +93,11 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
     cells = np.arange(len(vectors))[:, None]
     indices = np.hstack([cells, indices[:, :-1]])
     distances = np.hstack([np.zeros_like(distances[:, :1]), distances[:, :-1]])
-    # spectral initialisation needs more cells than dimensions and neighbours
-    init = "spectral" if len(vectors) > 16 else "random"
+    # the spectral initialisation needs more cells than there are neighbours and dimensions
+    init = "spectral" if len(vectors) > MAX_RANDOM_CELLS else "random"
     umap = import_umap()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns about small or disconnected graphs and continues
+        warnings.simplefilter("ignore")  # umap-learn warns of small or disconnected graphs
         model = umap.UMAP(
             n_neighbors=neighbors,
             init=init,
@@ -104,21 +109,24 @@ def project(vectors: np.ndarray, seed: int) -> np.ndarray:
 
 
 def write_umap(path: Path, rows: list[tuple[Any, ...]]) -> None:
-    """Write `rows`, one value per column, as tab-separated text."""
+    """Write `rows`, which have a value for each of COLUMNS, as tab-separated text."""
     text = io.StringIO()
     csv.writer(text, delimiter="\t", lineterminator="\n").writerows([COLUMNS, *rows])
     write_text(path, text.getvalue())
 
 
 def read_umap(path: Path) -> UmapColumns:
-    """The file's columns, empty if it is absent. Raises DataError if it is damaged."""
+    """Read the columns of umap.tsv. They are empty if the file is absent.
+
+    Raises DataError if the file is damaged.
+    """
     x = array("d")
     y = array("d")
     if not path.exists():
         return UmapColumns([], [], [], x, y, [], [])
     require_file(path)
     expected = f"expected the columns {', '.join(COLUMNS)}"
-    # all rows, one after the other: a list for each row would take twice the time
+    # the values of all rows, one row after the other; a list for each row would take twice the time
     texts: list[str] = []
     try:
         with open(path, newline="", encoding="utf-8") as file:

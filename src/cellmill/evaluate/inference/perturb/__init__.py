@@ -1,1 +1,1 @@
-"""Predicted response of the control cells of a file to perturbations (`predict.py`)."""
+"""Predicted response of the control cells in a file to perturbations (`predict.py`)."""

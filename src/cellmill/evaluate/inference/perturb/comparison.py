@@ -1,4 +1,4 @@
-"""Predicted responses compared with measured changes, as task perturbation scores them.
+"""Compares predicted responses with measured changes, by the scores of task perturbation.
 
 Legend: U units, G genes.
 """
@@ -24,16 +24,17 @@ from cellmill.evaluate.tasks.perturbation.change_scores import (
 from cellmill.evaluate.tasks.perturbation.profiles import START_HALF, Profiles
 from cellmill.runs.results import ScoredMethod
 
-PRINTED = ("Pearson", "MAE")  # metrics of the printed comparison
-RESPONSE = ScoredMethod("the response")
-OTHERS_MEAN = ScoredMethod("the mean of other perturbations")
+PRINTED = ("Pearson", "MAE")  # metrics that are printed
+RESPONSE = ScoredMethod("the response")  # the prediction of the model
+OTHERS_MEAN = ScoredMethod("the mean of other perturbations")  # a baseline
 
 
 class FileChanges(NamedTuple):
-    """Perturbations of the file with enough cells, and their changes."""
+    """Perturbations of the file that have enough cells, and their changes."""
 
     names: np.ndarray  # (perturbations,) text
-    changes: np.ndarray  # (perturbations, G) float64, from the controls that predictions start from
+    # (perturbations, G) float64: difference from the controls that predictions start from
+    changes: np.ndarray
 
 
 def compare_responses(
@@ -43,15 +44,18 @@ def compare_responses(
     measured: MeasuredUnits,
     trained: Sequence[str],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """obs columns with the scores of each unit, (U,) float64, and sentences on the changes `predicted`,
-    (U, G), against no change and the mean of other perturbations. Both are empty without measured
-    units.
+    """Compare the changes `predicted`, (U, G), with measured changes and with two baselines.
 
-    `trained` are the perturbations that the model was trained on. Their units, measured on other
-    cells, are compared separately.
+    The baselines are no change, and the mean change of other perturbations. Returns obs columns with the
+    scores of each unit, (U,) float64 by name, and sentences with mean scores and verdicts. Both are empty if
+    no unit is measured.
+
+    `trained` are the perturbations that the model was trained on. They are compared separately from other
+    perturbations. Their changes are measured on cells that the model has not seen.
     """
     is_measured = np.isfinite(measured.changes).all(1)
     names = np.array(units.names)
+    # (U, G): True for the genes that a unit perturbs
     perturbed = np.array([np.isin(profiles.genes, rows) for rows in units.genes])
     in_file = _measure_perturbations(profiles)
     columns: dict[str, np.ndarray] = {}
@@ -60,6 +64,8 @@ def compare_responses(
         chosen = np.flatnonzero(is_measured & (units.trained == is_trained))
         if not len(chosen):
             continue
+
+        # score the response and the baselines
         predictions = {RESPONSE: predicted[chosen], NO_CHANGE: np.zeros_like(predicted[chosen])}
         predictions |= _average_others(in_file, names[chosen], [] if is_trained else trained)
         by_metric: dict[str, ByMethod] = {metric: {} for metric in METRICS}
@@ -73,9 +79,11 @@ def compare_responses(
                 column = columns.setdefault(f"{metric}, {method.name}", np.full(len(names), np.nan))
                 column[chosen] = unit_scores
                 by_metric[metric][method] = average_perturbations(unit_scores[None], names[chosen])
-        n = len({*names[chosen]})
+
+        # describe the scores
+        n_perturbations = len({*names[chosen]})
         training = "also trained on, by other cells" if is_trained else "not trained on"
-        heading = f"{n:,} measured perturbations that the model was {training}"
+        heading = f"{n_perturbations:,} measured perturbations that the model was {training}"
         for metric in PRINTED:
             sentences += _describe_scores(metric, heading, by_metric[metric])
     return columns, sentences
@@ -84,21 +92,24 @@ def compare_responses(
 def _average_others(
     in_file: FileChanges, names: np.ndarray, trained: Sequence[str]
 ) -> ChangesByMethod:
-    """Mean change of other perturbations for each unit, whose perturbations are `names`, (units,).
+    """Average the changes of other perturbations for each unit: a baseline, (units, G).
 
-    Others are the file's perturbations in `trained`. If there are none, they are all perturbations
-    but the unit's. Empty if a unit has no others.
+    `names`, (units,), are the perturbations of the units. Other perturbations are those of the file that
+    the model was `trained` on. If there are none, they are all perturbations of the file except the unit's.
+    The result is empty if a unit has no other perturbation.
     """
     is_trained = np.isin(in_file.names, trained)
-    others = [in_file.names != name for name in names]
+    masks_of_others = [in_file.names != name for name in names]
     if is_trained.any():
-        others = len(names) * [is_trained]
-    if not all(is_other.any() for is_other in others):
+        masks_of_others = len(names) * [is_trained]
+    if not all(is_other.any() for is_other in masks_of_others):
         return {}
-    return {OTHERS_MEAN: np.array([in_file.changes[is_other].mean(0) for is_other in others])}
+    means = [in_file.changes[is_other].mean(0) for is_other in masks_of_others]
+    return {OTHERS_MEAN: np.array(means)}
 
 
 def _measure_perturbations(profiles: Profiles) -> FileChanges:
+    """Measure the changes of all perturbations of a file that have enough cells."""
     is_usable = (profiles.perturbation != "") & (profiles.stratum >= 0)
     names, number = np.unique(np.where(is_usable, profiles.perturbation, ""), return_inverse=True)
     changes = profiles.measure_changes(
@@ -109,10 +120,13 @@ def _measure_perturbations(profiles: Profiles) -> FileChanges:
 
 
 def _describe_scores(metric: str, heading: str, scores: ByMethod) -> list[str]:
-    """Sentence with the means of a metric, and the verdict on the response against each baseline."""
-    column = ScoreColumn(heading, METRICS[metric], scores, lower_is_better=metric == "MAE")
+    """Describe the mean scores by a metric, and the verdict on the response against each baseline.
+
+    Returns one line, or none if the response has no score.
+    """
     if RESPONSE not in scores:
         return []
+    column = ScoreColumn(heading, METRICS[metric], scores, lower_is_better=metric == "MAE")
     means = [f"{method.name} {column.mean(method):.3f}" for method in scores]
     verdicts = [column.verdict(RESPONSE, other).sentence for other in scores if other != RESPONSE]
     return [f"{heading}: {METRICS[metric]}: {', '.join(means)}. {' '.join(verdicts)}".strip()]

@@ -1,13 +1,15 @@
-"""Predicted response of the control cells of a file to perturbations, by a model with objective
-perturbation_response.
+"""Predicted response of the control cells in a file to perturbations.
 
-A response is the change that task `perturbation` scores as row `response head`: the expected
-log(1 + counts per 10,000) with minus without the perturbation. It is averaged over the controls of
-each stratum (a batch of a donor), then over strata. Half of the controls of a stratum, at most 128,
-are predicted from. If the file has perturbed cells too, their change is measured from the other half,
-and compared with the prediction.
+The model must have objective perturbation_response. A response is the change that task `perturbation`
+scores as row `response head`: the expected log(1 + counts per 10,000) with the perturbation, minus that
+without it. The change is averaged over the controls of each stratum, such as a batch of a donor, and then
+over strata.
 
-Legend: U units (a perturbation, and a value of option `by`), G genes.
+The model predicts from half of the controls of a stratum, at most 128. If the file also has perturbed
+cells, their change is measured as the difference from the other half. The measured change is compared
+with the prediction.
+
+Legend: U units, G genes. A unit is a perturbation, with a value of option `by` if that is set.
 """
 
 from pathlib import Path
@@ -40,7 +42,7 @@ from cellmill.evaluate.seen.seen_cells import Seen, mark_seen_cells
 from cellmill.evaluate.tasks.perturbation.profiles import START_HALF
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
 
-ABOUT_RESPONSE = "cellmill_response"  # uns
+ABOUT_RESPONSE = "cellmill_response"  # key of uns
 
 
 def predict_response(
@@ -50,14 +52,17 @@ def predict_response(
     request: PerturbRequest,
     section: Embed,
 ) -> tuple[ad.AnnData, list[str]]:
-    """Responses of a file's controls to the requested perturbations, and lines on what limits their
-    use.
+    """Predict the responses of a file's controls to the requested perturbations.
 
-    `model` is the one in `folder`. The result has a row per unit and a
-    column per gene: X, float32, is the change; layers `control` (mean of the controls),
-    `expression` (their sum, at least 0) and, if cells of the file were measured, `measured` (NaN
-    for other units). Raises ConfigError for a model without responses, or an unknown perturbation;
-    DataError as `embed_cells`, and for a file without counts or with too few controls.
+    `model` was read from `folder`. Returns the responses, and sentences on what limits their use. The
+    responses have a row for each unit and a column for each gene. X, float32, is the change. Layer
+    `control` is the mean of the controls. Layer `expression` is the sum of control and change, at least 0.
+    Layer `measured` is the measured change, NaN for units without enough cells. The layer is absent if no
+    unit was measured.
+
+    Raises ConfigError for a model that predicts no responses, and for an unknown perturbation. Raises
+    DataError for a file without counts, with too few controls, or with too few counts or genes that the
+    model knows.
     """
     network, vocabulary, _, config = model
     check_request(request)
@@ -76,19 +81,24 @@ def predict_response(
             f"warning: the model was trained on the control {screen.control!r} as a perturbation: predicted responses "
             f"are changes from {training.control!r}, measured ones from {screen.control!r}"
         )
-    # embed the controls to predict from
+
+    # embed the controls that the model predicts from
     embedding = embed_cells(reader, model, section, screen.is_start)
     vectors = np.full((reader.n_obs, network.vector_width), np.nan, np.float32)
     vectors[screen.is_start] = embedding.vectors
+
     # measure the changes of perturbed cells that the model has not seen
     seen = mark_seen_cells(reader, folder)
     is_compared = screen.has_genes if seen.is_seen is None else screen.has_genes & ~seen.is_seen
     measured = MeasuredUnits.read(screen, units, is_compared)
-    shares = _share_strata(screen, units, measured)
+
+    # predict the changes, and compare them with the measured changes
+    shares = _compute_stratum_weights(screen, units, measured)
     changes = head.predict_changes(vectors, screen.profiles, shares, units.names, units.genes)
     scores, sentences = compare_responses(screen.profiles, units, changes, measured, trained)
     if measured.is_measured.any() and seen.caveat:
         sentences.append(f"the comparison may be on training cells: {seen.caveat}")
+
     about = {
         "model_digest": config["weights_sha256"],
         "vocabulary_digest": vocabulary.digest,
@@ -110,15 +120,17 @@ def predict_response(
     return response, [*notes, *limits, *describe_limits(embedding)]
 
 
-def _share_strata(
+def _compute_stratum_weights(
     screen: PerturbationScreen, units: RequestedUnits, measured: MeasuredUnits
 ) -> np.ndarray:
-    """(U, strata) float64: share of each stratum in the measured cells of a unit, or else in the controls
-    with its value of `by`.
+    """Weight of each stratum in the mean response of a unit, (U, strata) float64.
+
+    For a measured unit, the weight is the share of the stratum in the unit's measured cells. For another
+    unit, it is the share of the stratum in the controls with the unit's value of `by`.
     """
     profiles = screen.profiles
     values = sorted({*units.by_values})
-    # (cells,): index in `values` of each control, -1 for other cells
+    # index in `values` of each control's value, (cells,); -1 for other cells
     value_of_cell = np.searchsorted(values, screen.by_values).clip(max=len(values) - 1)
     is_known = np.isin(screen.by_values, values)
     value_of_cell = np.where(screen.is_control & is_known, value_of_cell, -1)
@@ -131,7 +143,7 @@ def _share_strata(
 def _make_obs(
     units: RequestedUnits, by: str | None, measured: MeasuredUnits, scores: dict[str, np.ndarray]
 ) -> pd.DataFrame:
-    """A row for each unit; values of option `by` have the name of its column."""
+    """Make obs with a row for each unit. The column of option `by` keeps its name."""
     columns: dict[str, Any] = {"perturbation": units.names}
     if by:
         columns[by] = units.by_values
@@ -142,8 +154,9 @@ def _make_obs(
 def _make_layers(
     screen: PerturbationScreen, shares: np.ndarray, changes: np.ndarray, measured: MeasuredUnits
 ) -> dict[str, np.ndarray]:
-    """(U, G) float32 each: controls that `changes` start from, predicted expression, and measured
-    changes if there are any.
+    """Make the layers of the result, (U, G) float32 by name.
+
+    They are the mean of the controls, the predicted expression, and the measured changes if there are any.
     """
     controls = shares @ np.nan_to_num(screen.profiles.average_controls(START_HALF))
     layers = {"control": controls, "expression": np.maximum(controls + changes, 0)}
@@ -153,7 +166,7 @@ def _make_layers(
 
 
 def _describe_limits(units: RequestedUnits, screen: PerturbationScreen, seen: Seen) -> list[str]:
-    """Lines on untrained perturbations, on doses that get the same prediction, and on seen controls."""
+    """Return sentences on untrained perturbations, on doses with equal predictions, and on seen controls."""
     lines = []
     untrained = list(dict.fromkeys(np.array(units.names)[~units.trained].tolist()))
     if untrained:

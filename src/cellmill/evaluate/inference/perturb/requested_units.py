@@ -1,6 +1,6 @@
-"""Units that a response is predicted for, and their measured changes.
+"""Units for which a response is predicted, and the measured changes of these units.
 
-A unit is a perturbation, with a value of option `by` if it is set.
+A unit is a perturbation. If option `by` is set, a unit is a perturbation with a value of that column.
 
 Legend: U units, G genes.
 """
@@ -28,26 +28,26 @@ TASK_DEFAULTS = PerturbationConfig.model_validate({})  # options of task perturb
 
 
 class RequestedUnits(NamedTuple):
-    """Perturbations to predict, each with every value of option `by`."""
+    """Units to predict: each perturbation with every value of option `by`."""
 
-    names: list[str]
-    by_values: list[str]  # empty texts without the option
-    genes: list[list[int]]  # vocabulary rows of the perturbed genes
+    names: list[str]  # perturbation of each unit
+    by_values: list[str]  # value of each unit; empty texts without option `by`
+    genes: list[list[int]]  # rows of each unit's perturbed genes in the vocabulary
     trained: np.ndarray  # (U,) bool: True if the model was trained on the perturbation
 
     @property
     def texts(self) -> list[str]:
-        """Perturbation and value of each unit, its name in obs."""
+        """Name of each unit in obs: its perturbation, and its value of option `by`."""
         return [" | ".join(filter(None, pair)) for pair in zip(self.names, self.by_values)]
 
 
 @dataclass(frozen=True)
 class MeasuredUnits:
-    """Changes of the units that have enough perturbed cells in the file."""
+    """Measured changes of the units that have enough perturbed cells in the file."""
 
     unit_of_cell: np.ndarray  # (cells,) int64: unit of each compared cell, -1 for other cells
-    n_cells: np.ndarray  # (U,) int64
-    changes: np.ndarray  # (U, G) float64; NaN for a unit with too few cells
+    n_cells: np.ndarray  # (U,) int64: number of compared cells
+    changes: np.ndarray  # (U, G) float64: measured changes; NaN for a unit with too few cells
 
     @cached_property
     def is_measured(self) -> np.ndarray:
@@ -58,11 +58,12 @@ class MeasuredUnits:
     def read(
         cls, screen: PerturbationScreen, units: RequestedUnits, is_compared: np.ndarray
     ) -> Self:
-        """Measure the units over the cells of the mask `is_compared`, bool (cells,)."""
+        """Measure the changes of the units, over the cells in the mask `is_compared`, (cells,) bool."""
         profiles = screen.profiles
-        number = {pair: unit for unit, pair in enumerate(zip(units.names, units.by_values))}
+        # a unit is found by its perturbation and its value of option `by`
+        unit_by_pair = {pair: unit for unit, pair in enumerate(zip(units.names, units.by_values))}
         pairs = zip(profiles.perturbation.tolist(), screen.by_values.tolist())
-        unit_of_cell = np.array([number.get(pair, -1) for pair in pairs])
+        unit_of_cell = np.array([unit_by_pair.get(pair, -1) for pair in pairs])
         unit_of_cell[~is_compared | (profiles.stratum < 0)] = -1
         n_cells = np.bincount(unit_of_cell[unit_of_cell >= 0], minlength=len(units.names))
         controls = profiles.average_controls(REFERENCE_HALF)
@@ -78,10 +79,10 @@ def list_units(
     trained: Sequence[str],
     control: str,
 ) -> RequestedUnits:
-    """Units of the named perturbations, or of all that the model was `trained` on with the control
-    `control`.
+    """List the units of the named perturbations; None stands for all that the model was `trained` on.
 
-    Raises ConfigError for a perturbation that the model cannot tell from others.
+    `control` is the name of the control in training, which is no unit. Raises ConfigError for a
+    perturbation for which the model would predict the same response as for others.
     """
     names = _choose_names(perturbations, vocabulary, trained, [control, screen.control])
     genes = perturbed_genes(names, vocabulary)
@@ -103,8 +104,10 @@ def _choose_names(
     trained: Sequence[str],
     controls: Sequence[str],
 ) -> list[str]:
-    """Names of the perturbations to predict, as stage preprocess writes them, each once. `controls` are
-    the model's and the file's.
+    """Return the names of the perturbations to predict, each once, as stage preprocess writes names.
+
+    `controls` are the control of the model and the control of the file, in this order. Raises ConfigError
+    for a control, an empty name, or a value that is not a name.
     """
     if requested is None:
         return [name for name in trained if name not in controls]
@@ -132,27 +135,30 @@ def _choose_names(
 def _check_known(
     name: str, genes: list[int], vocabulary: Vocabulary, trained: Sequence[str]
 ) -> None:
-    """Raise ConfigError for a perturbation that was not trained on, and whose `genes` are not all
-    known: the model would predict the same response to any such perturbation.
+    """Raise ConfigError if the model knows neither a perturbation nor all of its genes.
+
+    The model would predict the same response to any such perturbation. `genes` are the known genes of the
+    perturbation `name`.
     """
     parts = [part.strip() for part in name.split(SEPARATOR)]
     if name in trained or len(genes) == len(parts):
         return
+    # the model may have been trained on other doses of the same compound
     with_dose = NAME_WITH_DOSE.fullmatch(name)
     compound = with_dose["compound"] if with_dose else name
-    doses = []
+    trained_doses = []
     for level in trained:
         match = NAME_WITH_DOSE.fullmatch(level)
         if level == compound or (match is not None and match["compound"] == compound):
-            doses.append(level)
-    if doses:
+            trained_doses.append(level)
+    if trained_doses:
         raise ConfigError(
-            f"perturbations: {name!r}: the model was trained on {list_first(doses, MAX_NAMES)} and predicts no other "
-            "dose; name one of them"
+            f"perturbations: {name!r}: the model was trained on {list_first(trained_doses, MAX_NAMES)} and predicts "
+            "no other dose; name one of them"
         )
     unknown = [part for part in parts if not perturbed_genes([part], vocabulary)[part]]
     hint = did_you_mean(unknown[0], [*trained, *vocabulary.symbols])
-    if unknown[0] in trained:  # by a vector of its own
+    if unknown[0] in trained:  # the model knows this perturbation on its own, but it is no gene
         hint = f"name {unknown[0]} without other genes, on which it was trained"
     raise ConfigError(
         f"perturbations: the model was not trained on {name!r} and has no gene {', '.join(unknown)}, so it cannot "

@@ -1,4 +1,4 @@
-"""Cells of a file whose response to perturbations is predicted: its controls, and how they divide."""
+"""Reads a file for which responses to perturbations are predicted: its controls, and their division."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from cellmill.evaluate.tasks.perturbation.profiles import (
     read_profiles,
 )
 
-# divides the controls into halves, as in task perturbation
+# seed of the division of controls into halves, the default seed of task perturbation
 SEED = Evaluate.model_validate({}).seed
 OUTPUT_COLUMNS = ("perturbation", "trained", "n_cells")  # obs columns that every result has
 
@@ -37,10 +37,10 @@ class PerturbRequest(NamedTuple):
     """Arguments of `cellmill perturb`."""
 
     perturbations: Sequence[str] | None = None  # None for all that the model was trained on
-    # None for the column of the model; without it all cells are controls
+    # None for the column of the model's training; if a file lacks that column, all cells are controls
     perturbation_column: str | None = None
-    control: str | None = None  # None for the control of the model
-    by: str | None = None  # obs column whose values are predicted separately
+    control: str | None = None  # None for the control of the model's training
+    by: str | None = None  # obs column with values that are predicted separately
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ class PerturbationScreen:
     profiles: Profiles
     control: str  # name of the control
     is_control: np.ndarray  # (cells,) bool
-    by_values: np.ndarray  # (cells,) text: value of option `by`; empty without it
+    by_values: (
+        np.ndarray
+    )  # (cells,) text: value in the column of option `by`; empty without the option
     strata: list[str]  # obs columns that divide cells into strata
-    notes: list[str]  # lines on cells that are left out, and on what the file lacks
-    has_doses: bool
+    notes: list[str]  # sentences on cells that are left out, and on what the file lacks
+    has_doses: bool  # True if the file has an obs column of doses
 
     @cached_property
     def has_genes(self) -> np.ndarray:
@@ -70,7 +72,7 @@ class PerturbationScreen:
 
 
 def check_request(request: PerturbRequest) -> None:
-    """Raise ConfigError for a value, given in Python or as an empty argument, that is not a name."""
+    """Raise ConfigError for an argument that is not a name, such as a number or an empty text."""
     for field in ("perturbation_column", "control", "by"):
         value = getattr(request, field)
         if value is not None and not (isinstance(value, str) and value):
@@ -83,11 +85,11 @@ def read_screen(
     config: PerturbationResponseConfig,
     request: PerturbRequest,
 ) -> PerturbationScreen:
-    """Read the cells of a file. `config` has the column and the control that the model was trained
-    with.
+    """Read the controls of a file, and its perturbed cells if there are any.
 
-    Raises ConfigError for a column `by` that the result would overwrite, and DataError for a file
-    without counts, without a named column, or with too few controls.
+    `config` has the perturbation column and the control of the model's training. Raises ConfigError if
+    option `by` names a column that the result has anyway. Raises DataError for a file without counts,
+    without a named column, or with too few controls.
     """
     columns = match_columns(reader, vocabulary)
     if columns.ordered:
@@ -101,6 +103,8 @@ def read_screen(
             f"--by: expected an obs column other than {column!r} and the output's {', '.join(OUTPUT_COLUMNS)}, "
             f"got {request.by!r}; rename yours"
         )
+
+    # profiles of the cells, divided into strata
     roles, notes = _read_roles(reader, vocabulary, column, control, request)
     divided_by = [role for role in STRATA if role in roles]
     by_values = np.full(reader.n_obs, "")
@@ -116,7 +120,8 @@ def read_screen(
             f"{reader.path}: none of its {int(is_control.sum()):,} controls has a count on a gene that the model "
             "knows; name other controls (--control)"
         )
-    # the model predicts from no cell of other strata
+
+    # keep only strata with a control that the model can predict from
     strata_with_start = np.unique(profiles.stratum[(profiles.half == START_HALF) & has_genes])
     has_start = np.isin(profiles.stratum, strata_with_start)
     profiles = replace(profiles, stratum=np.where(has_start, profiles.stratum, -1))
@@ -143,10 +148,11 @@ def _read_roles(
     control: str,
     request: PerturbRequest,
 ) -> tuple[dict[str, pd.Series], list[str]]:
-    """obs columns by role, as `Context` has them, with `request.by` as role `by`; and lines on them.
+    """Read the obs columns by role, and return them with sentences about them.
 
-    Perturbations have the names that stage preprocess gives them. Raises DataError for a column
-    that is missing, or without controls.
+    Roles are those of `Context.roles`, and role `by` for the column of option `by`. Perturbations have the
+    names that stage preprocess gives them. Raises DataError if a named column is missing, or if the column of
+    perturbations has no control.
     """
     obs = reader.read_obs([*STRATA, "dose", column])
     roles = {role: obs[role] for role in (*STRATA, "dose") if role in obs}
