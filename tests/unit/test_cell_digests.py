@@ -209,10 +209,10 @@ def test_equal_barcodes_of_other_samples_are_other_cells() -> None:
     others = [f"{barcode}-{number}" for number in range(4) for barcode in drawn[40 + number]]
     hashes = {hash_text(name.partition("-")[0]) for name in others}
     assert len(hashes & set(listed.barcodes.tolist())) > 2000, "samples share barcodes by chance"
-    assert not listed.has_barcodes(others).any()
+    assert not listed.find_known_barcodes(others).any()
     own = [f"x_{barcode}" for barcode in drawn[3][::50]]
-    assert listed.has_barcodes(own).all()
-    assert listed.has_barcodes([*own, *others]).sum() == len(own)
+    assert listed.find_known_barcodes(own).all()
+    assert listed.find_known_barcodes([*own, *others]).sum() == len(own)
 
 
 def test_python_has_the_table_of_the_command(copied: Path, demo: Path, tmp_path: Path) -> None:

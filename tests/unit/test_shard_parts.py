@@ -34,10 +34,11 @@ from cellmill.data.packing import cell_file
 from cellmill.data.packing.cell_file import OpenFiles
 from cellmill.data.shards import plan as shard_plan
 from cellmill.data.shards import writer as shard_writer
+from cellmill.data.shards.divide import make_plan
 from cellmill.data.shards.index import CellColumns, open_index
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.data.shards.obs import MAX_LEVELS
-from cellmill.data.shards.plan import PLAN_FOLDER, make_plan
+from cellmill.data.shards.plan import PLAN_FOLDER
 from cellmill.data.shards.reader import open_shards
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.data.split import hash_cells, hash_genes

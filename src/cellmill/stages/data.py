@@ -33,7 +33,8 @@ from cellmill.data.prepare.qc_lines import (
 from cellmill.data.prepare.simulate import Simulation
 from cellmill.data.prepare.unpack import unpack_cells
 from cellmill.data.saved_work import SavedWork, remove_work
-from cellmill.data.shards.plan import find_plan, make_plan
+from cellmill.data.shards.divide import make_plan
+from cellmill.data.shards.plan import find_plan
 from cellmill.data.shards.writer import write_part, write_shards
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import parse_json, remove_incomplete, write_json

@@ -1,25 +1,28 @@
-"""Arrays with values of every cell: the index next to the manifest, and the vectors of a teacher.
+"""Arrays with an entry for every cell of a split: the index of the shards, and the vectors of a teacher.
 
-With the index a process opens only the shards that it reads:
+The index is next to the manifest. With it, a process opens only the shards that it reads:
 
-    SPLIT-offsets.npy   `(n_obs + shards,)` int32: `PackedCellFile.indptr` of each shard in turn
-    SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: `PackedCellFile.part_offsets` of each shard in turn
-    SPLIT-hashes.npy    `(2, n_obs)` uint64: halves of the cells' `hash_cells`, ascending
-    SPLIT-levels.npy    `(columns, n_obs)` uint16: level code of each cell, for the manifest's `obs_levels` in order
-    SPLIT-numbers.npy   `(columns, n_obs)` float64: values of the manifest's `obs_numbers`, in order; NaN is missing
+    SPLIT-offsets.npy   `(n_obs + shards,)` int32: `PackedCellFile.indptr` of all shards, shard after shard
+    SPLIT-borders.npy   `(2 * n_obs + shards,)` uint32: `PackedCellFile.part_offsets` of all shards, shard after shard
+    SPLIT-hashes.npy    `(2, n_obs)` uint64: first and second half of each cell's hash (`hash_cells`). The hashes ascend
+    SPLIT-levels.npy    `(columns, n_obs)` uint16: level code of each cell. The columns are those of the manifest's
+                        `obs_levels`, in the order of `obs_columns`
+    SPLIT-numbers.npy   `(columns, n_obs)` float64: number of each cell; NaN is missing. The columns are those of the
+                        manifest's `obs_numbers`, in the order of `obs_columns`
 
-Stage `teach` writes a teacher's vectors of the cells that a training reads, and objective `distill` reads them:
+Stage `teach` writes the vectors that a teacher model gives to cells. Objective `distill` reads them:
 
     vectors.npy     `(cells, width)` float32: vectors of the training cells, then of the validation cells, in the order
-                    of the shards; NaN where the teacher has none. Over the training cells each column has mean 0 and
-                    standard deviation 1, so that a loss weighs all columns alike
-    vectors.json    a `TeacherVectors`; written last
+                    of the shards. A vector is NaN where the teacher has none. Over the training cells each column has
+                    mean 0 and standard deviation 1, so that a loss weighs all columns alike
+    vectors.json    a `TeacherVectors`. It is written last
 
-All arrays are mapped into memory: a page is read on first use, and is shared by the processes of a node.
+All arrays are mapped into memory: a page is read on first use, and the processes of a node share it.
 
-The code of level i of an obs column is i + 1. It is the same in every run, layout and split of a corpus, and in
-exported models. Code 0 is unknown: a value that the corpus does not have. If the corpus has cells without a value, the
-last level stands for a missing value. Numbers are what an objective predicts, such as an age or a protein's count.
+Level number i of an obs column, counted from 0, has code i + 1. The code is the same in every run, layout and split of
+a corpus, and in exported models. Code 0 is an unknown value: one that the corpus does not have. If the corpus has cells
+without a value, the last level stands for a missing value. Numbers are what an objective predicts, such as an age or a
+protein's count.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +42,7 @@ from cellmill.data.shards.manifest import (
     IndexEntry,
     IndexKind,
     Manifest,
-    index_name,
+    name_index_file,
 )
 from cellmill.errors import DataError
 from cellmill.files import atomic_path, read_json, remove_incomplete, sha256_file
@@ -53,14 +56,16 @@ INDEX_DTYPES = {
     "levels": "<u2",
     "numbers": "<f8",
 }
-MAX_NONZEROS = np.iinfo(np.int32).max  # limit of a shard, whose indptr is int32
+MAX_NONZEROS = np.iinfo(
+    np.int32
+).max  # a shard has at most this many nonzeros, because its indptr is int32
 
 
 @contextmanager
 def new_array(
     path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any]
 ) -> Iterator[np.ndarray]:
-    """Yield an array to fill. It appears at `path` when the block ends without an error."""
+    """Yield a new array to fill. The file appears at `path` when the `with` block ends without an error."""
     remove_incomplete(path)
     with atomic_path(path) as temporary:
         array = np.lib.format.open_memmap(temporary, "w+", dtype, shape)
@@ -71,9 +76,10 @@ def new_array(
 def open_array(
     path: Path, shape: tuple[int, ...], dtype: str | np.dtype[Any], remedy: str
 ) -> np.ndarray:
-    """Map an array that `new_array` made, read-only.
+    """Map the array at `path`, which `new_array` made, into memory. The array is read-only.
 
-    Raises DataError, ending in `remedy`, if it is missing, damaged or not of `shape` and `dtype`.
+    Raises DataError if the file is missing or damaged, or if the array is not of `shape` and `dtype`. The
+    message ends in `remedy`.
     """
     if not path.is_file():
         raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}; {remedy}")
@@ -91,23 +97,24 @@ def open_array(
 def new_index(
     folder: Path, split: str, kind: IndexKind, shape: tuple[int, ...]
 ) -> AbstractContextManager[np.ndarray]:
-    """Return the context of `new_array` for an array of a split."""
-    return new_array(folder / index_name(split, kind), shape, INDEX_DTYPES[kind])
+    """Return a context that yields a new array of the index to fill, as `new_array` does."""
+    return new_array(folder / name_index_file(split, kind), shape, INDEX_DTYPES[kind])
 
 
 def make_index_entry(folder: Path, split: str, kind: IndexKind) -> IndexEntry:
-    """Make the manifest's entry of a complete array of a split."""
-    path = folder / index_name(split, kind)
+    """Make the manifest's entry for an array of the index whose file is complete."""
+    path = folder / name_index_file(split, kind)
     return IndexEntry(name=path.name, sha256=sha256_file(path))
 
 
 def write_split_index(
     folder: Path, split: str, nnz: np.ndarray, hashes: np.ndarray, cells_per_shard: int
 ) -> dict[IndexKind, IndexEntry]:
-    """Write the files `offsets` and `hashes` of a split, and return their entries in the manifest.
+    """Write the arrays `offsets` and `hashes` of a split, and return their entries in the manifest.
 
-    `nnz`, `(cells,)`, and `hashes`, `(cells, 2)` uint64, are in the order on disk. Raises DataError if
-    a shard has more than `MAX_NONZEROS`.
+    `nnz`, `(cells,)`, has the number of nonzeros of each cell, and `hashes`, `(cells, 2)` uint64, has its
+    hash. The cells are in the order in which the shards have them. A split without cells has no arrays.
+    Raises DataError if a shard has more than `MAX_NONZEROS` nonzeros.
     """
     if not len(nnz):
         return {}
@@ -120,13 +127,16 @@ def write_split_index(
         )
     with new_index(folder, split, "offsets", (len(nnz) + len(nnz_by_shard),)) as indptr:
         np.concatenate(indptr_by_shard, out=indptr, casting="unsafe")
-    with new_index(folder, split, "hashes", (2, len(nnz))) as ordered:
-        ordered[:] = hashes[np.lexsort(hashes.T[::-1])].T
+    with new_index(folder, split, "hashes", (2, len(nnz))) as sorted_hashes:
+        sorted_hashes[:] = hashes[np.lexsort(hashes.T[::-1])].T
     return {kind: make_index_entry(folder, split, kind) for kind in ("offsets", "hashes")}
 
 
 def open_index(manifest: Manifest, split: str, kind: IndexKind) -> np.ndarray:
-    """Map an array of a split. Raises DataError when the split has no cells."""
+    """Map an array of the index into memory.
+
+    Raises DataError if the split has no cells, or if the file is missing or damaged.
+    """
     entry = manifest.entry(split)
     shape = {
         "offsets": (entry.n_obs + len(entry.shards),),
@@ -140,10 +150,13 @@ def open_index(manifest: Manifest, split: str, kind: IndexKind) -> np.ndarray:
 
 
 class CellColumns:
-    """Level codes (int32) or numbers (float64) of obs columns: indexed by cells, `(cells, columns)`.
+    """Level codes or numbers of some obs columns, for the cells of a split.
 
-    `Manifest.levels` or `fingerprint_with` must have accepted the columns `names`. Indexing raises
-    DataError, naming the file, for a code of no level.
+    An object is indexed by cell ids or a slice. This gives `(cells, columns)`: int32 for `kind` levels, and
+    float64 for `kind` numbers. `names` are the names of the columns. `Manifest.levels` or
+    `Manifest.fingerprint_with` must have accepted the names before.
+
+    Indexing raises DataError if a code is not the code of a level. The message names the file.
     """
 
     def __init__(
@@ -161,7 +174,8 @@ class CellColumns:
             levels = manifest.obs_levels
             stored_columns = list(levels)
             self._n_levels = np.array([len(levels[name]["levels"]) for name in names], np.int32)
-        # the order of the list `obs_columns`: another program may have sorted the keys of an object
+        # columns are stored in the order of the list `obs_columns`. The keys of `obs_levels` may be in another
+        # order, because a program may have sorted the keys of the JSON object
         stored_columns.sort(key=manifest.obs_columns.index)
         stored = open_index(manifest, split, kind)
         self._columns = [stored[stored_columns.index(name)] for name in names]
@@ -180,10 +194,10 @@ class CellColumns:
 def open_vectors(
     folder: Path, manifest: Manifest, verify: bool = False
 ) -> tuple[TeacherVectors, dict[str, np.ndarray]]:
-    """Return the record of the teacher, and its vectors by split.
+    """Open the vectors of a teacher. Returns the record about them, and the vectors by split.
 
-    With `verify` the bytes of the vectors are hashed. Raises UserError if they are missing, damaged or
-    made for other shards.
+    The vectors of a split are `(cells, width)` float32. With `verify` their bytes are hashed. Raises UserError
+    if the vectors are missing or damaged, or if they were made for other shards.
     """
     path = folder / ABOUT
     about: TeacherVectors = check_options(TeacherVectors, read_json(path), str(path))
@@ -204,17 +218,22 @@ def open_vectors(
     return about, {"train": table[:n_train], "val": table[n_train:]}
 
 
-def are_in(hashes: np.ndarray, ordered: np.ndarray) -> np.ndarray:
-    """Return for each of `hashes`, `(n, 2)`, whether `ordered`, `(2, m)` ascending, has it: `(n,)` bool.
+def are_in(hashes: np.ndarray, sorted_hashes: np.ndarray) -> np.ndarray:
+    """Return True for each hash that is among known hashes, `(cells,)` bool.
 
-    If `ordered` has only the first halves of hashes, `(1, m)`, these decide.
+    `hashes`, `(cells, 2)`, has the first and the second half of each hash. `sorted_hashes`,
+    `(2, known hashes)`, has the halves of the known hashes, in ascending order.
+
+    `sorted_hashes` may also have only first halves, `(1, known hashes)`. Then only first halves are compared, and
+    `hashes` may be `(cells, 1)`.
     """
-    low = np.searchsorted(ordered[0], hashes[:, 0], side="left")
-    high = np.searchsorted(ordered[0], hashes[:, 0], side="right")
-    is_in = high > low
-    if len(ordered) == 1:
+    starts = np.searchsorted(sorted_hashes[0], hashes[:, 0], side="left")
+    stops = np.searchsorted(sorted_hashes[0], hashes[:, 0], side="right")
+    is_in = stops > starts
+    if len(sorted_hashes) == 1:
         return is_in
     for i in np.flatnonzero(is_in).tolist():
-        second_halves = ordered[1, low[i] : high[i]]  # nearly always one
+        # known hashes with the same first half: nearly always a single one
+        second_halves = sorted_hashes[1, starts[i] : stops[i]]
         is_in[i] = (second_halves == hashes[i, 1]).any()
     return is_in

@@ -1,19 +1,20 @@
-"""obs of a corpus: the union of its datasets' columns.
+"""The obs columns of a corpus: every column that at least one dataset has.
 
-It is stored as a file per dataset and column, so that no process holds all of it. Text becomes
-categories, numbers stay numbers, and cells of a dataset without a column have NaN there. Column
-`dataset` is added, and a user's own column of that name is kept as `dataset_original`.
+Text becomes categories, and numbers stay numbers. If a dataset does not have a column, its cells have a missing
+value there. Column `dataset` is added. A user's own column `dataset` is kept as `dataset_original`.
 
-    DATASET-names.npy            obs names, UTF-8
-    DATASET-COLUMN.npy           numbers of the cells in the order of the file, or for text its codes; -1 is missing
-    DATASET-COLUMN-values.npy    text of each code, UTF-8
+The columns are stored as a file per dataset and column, so that no process has all of them in memory:
 
-DATASET and COLUMN are positions in the lists of datasets and columns. These arrays are mapped, since
-every shard has cells of all datasets: anndata's own encoding would read whole columns for each.
+    DATASET-names.npy            names of the cells, UTF-8
+    DATASET-COLUMN.npy           for each cell of the dataset its number, or for text its code. Code -1 is missing
+    DATASET-COLUMN-values.npy    the text of each code, UTF-8
 
-Levels and numbers of obs columns are derived here and written as arrays of `data/shards/index.py`.
-Text, booleans and whole numbers have levels, sorted as text, unless there are more than `MAX_LEVELS`.
-A column of text has numbers if all of it reads as numbers.
+DATASET and COLUMN are positions in the lists of datasets and columns. The arrays are mapped into memory. Every
+shard has cells of all datasets, so with anndata's own encoding whole columns would be read for each shard.
+
+This module also finds the levels and numbers of obs columns, and writes them to the index
+(`data/shards/index.py`). Columns of text, booleans or whole numbers have levels, sorted as text. A column with
+more than `MAX_LEVELS` values has no levels. A column of text has numbers if all its values read as numbers.
 """
 
 import hashlib
@@ -34,64 +35,81 @@ from cellmill.data.rows import row_offsets
 from cellmill.data.shards.index import INDEX_DTYPES, make_index_entry, new_index
 from cellmill.data.shards.manifest import IndexEntry, IndexKind, ObsLevels
 
-MAX_LEVELS = 4096
-_ORIGINAL = f"{DATASET}_original"  # a column that a user called `dataset`, in shards
-Encoder = Callable[[Any], Any]
+MAX_LEVELS = 4096  # a column has at most this many levels. A column with more values has no levels
+_ORIGINAL = f"{DATASET}_original"  # name in shards of a column that a user called `dataset`
+Encoder = Callable[[Any], Any]  # turns the values of some cells into codes or numbers
 
 
 def find_levels(chunks: Iterable[Any]) -> list[str] | None:
-    """Find the levels of a column, whose values come in `chunks`; None if it has none."""
+    """Find the levels of a column. Returns None if the column has no levels.
+
+    The values of the column come in `chunks`, such as one array per dataset.
+    """
     texts = set[str]()
     has_missing = False
     for chunk in chunks:
         codes, values = pd.factorize(chunk)
-        if values.dtype.kind == "f" and not np.equal(np.mod(values, 1), 0).all():
+        has_decimals = values.dtype.kind == "f" and not np.equal(np.mod(values, 1), 0).all()
+        if has_decimals:
             return None
         has_missing |= bool((codes < 0).any())
         texts.update(map(as_text, values))
         if len(texts) > MAX_LEVELS:
             return None
     levels = sorted(texts - {MISSING})
-    # a cell with the text <missing> counts as one without a value
+    # a cell with the text <missing> counts as a cell without a value
     return [*levels, MISSING] if has_missing or MISSING in texts else levels
 
 
 def encode_levels(values: Any, levels: Sequence[str]) -> np.ndarray:
-    """Return the level code of each value, int32, from 1; 0 for a value that is not a level."""
-    code_of_level = {level: code for code, level in enumerate(levels, start=1)}
+    """Return the level code of each value, `(values,)` int32.
+
+    Codes are counted from 1. A value that is not a level has code 0.
+    """
+    code_by_level = {level: code for code, level in enumerate(levels, start=1)}
     indices, unique = pd.factorize(values)
-    texts = [*map(as_text, unique), MISSING]  # the index of a missing value is -1
-    return np.array([code_of_level.get(text, 0) for text in texts], np.int32)[indices]
+    # a missing value has index -1, so it gets the code of the last of these texts
+    texts = [*map(as_text, unique), MISSING]
+    return np.array([code_by_level.get(text, 0) for text in texts], np.int32)[indices]
 
 
 def encode_columns(
     obs: pd.DataFrame, dataset: str, levels: Mapping[str, Sequence[str]]
 ) -> np.ndarray:
-    """Return the level codes of a dataset's obs, `(n_obs, columns)` int32; 0 in columns that it lacks."""
+    """Return the level codes of the cells of a dataset, `(cells, columns)` int32.
+
+    `obs` is the data frame of the dataset. `levels` has the levels of each column, by the name that the column
+    has in shards. If the dataset does not have a column, all its cells have code 0 there.
+    """
     codes = np.zeros((len(obs), len(levels)), np.int32)
-    for i, (name, known) in enumerate(levels.items()):
+    for i, (name, levels_of_column) in enumerate(levels.items()):
         values = shard_column(obs, dataset, name)
         if values is not None:
-            codes[:, i] = encode_levels(values, known)
+            codes[:, i] = encode_levels(values, levels_of_column)
     return codes
 
 
 def parse_numbers(chunk: np.ndarray | pd.Categorical) -> np.ndarray | None:
-    """Return an array of values as numbers, float64, NaN for missing values.
+    """Return values of a column as numbers, `(values,)` float64. A missing value becomes NaN.
 
-    None if they are text that is not all numbers.
+    Returns None if the values are text, and a text does not read as a number.
     """
     if isinstance(chunk, np.ndarray):
         return chunk.astype("<f8")
-    try:  # 1_2 names a well or a replicate; Python reads 12
+    try:
+        # Python would read the text 1_2 as 12, but it names a well or a replicate. "x" raises ValueError
         numbers = [float("x" if "_" in text else text) for text in chunk.categories]
     except ValueError:
         return None
+    # a missing value has code -1, so it gets the last of these numbers
     return np.array([*numbers, np.nan])[chunk.codes]
 
 
 def parse_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
-    """Return the numbers of obs columns, `(n_obs, columns)` float64; NaN where there is none."""
+    """Return the numbers of some obs columns, `(cells, columns)` float64.
+
+    A cell has NaN in a column if it has no value there, or if the value does not read as a number.
+    """
     numbers = np.full((len(obs), len(columns)), np.nan)
     for i, name in enumerate(columns):
         if name in obs:
@@ -100,15 +118,22 @@ def parse_columns(obs: pd.DataFrame, columns: Sequence[str]) -> np.ndarray:
 
 
 def shard_column(obs: pd.DataFrame, dataset: str, name: str) -> np.ndarray | pd.Series | None:
-    """Return the values of a dataset's obs in column `name` of shards; None if it lacks the column."""
+    """Return the values that the cells of a dataset have in column `name` of shards.
+
+    `obs` is the data frame of the dataset. Returns None if the dataset does not have the column.
+    """
     if name == DATASET:
         return np.full(len(obs), dataset, object)
     column: pd.Series | None = obs.get(DATASET if name == _ORIGINAL else name)
     return column
 
 
-def dtype_of(column: pd.Series) -> str | None:
-    """Return the dtype of a column of a dataset's obs: `?`, `<i8` or `<f8`; None for text."""
+def find_stored_dtype(column: pd.Series) -> str | None:
+    """Find the type in which a column of a dataset can be stored.
+
+    The type is `?` for booleans without missing values, `<i8` for integers without missing values, `<f8` for
+    other numbers, and None for text and everything else.
+    """
     types = pd.api.types
     has_missing = column.isna().any()
     if types.is_bool_dtype(column):
@@ -120,18 +145,26 @@ def dtype_of(column: pd.Series) -> str | None:
 
 @dataclass
 class ObsColumn:
-    """A column of the corpus."""
+    """An obs column of the corpus."""
 
-    name: str  # in shards
-    source: str  # in the datasets
-    dtype: str | None  # dtype of numbers and booleans; None for text
-    present: list[bool]  # by dataset
-    # values of text, sorted; None if more than MAX_LEVELS
+    name: str  # name in shards
+    source: str  # name in the files of datasets
+    dtype: (
+        str | None
+    )  # type of numbers or booleans, as `find_stored_dtype` returns it; None for text
+    present: list[bool]  # for each dataset, True if the dataset has the column
+    # for text, the sorted values of all cells; None if there are more than `MAX_LEVELS` values
     values: list[str] | None = field(default_factory=list)
 
 
 def join_columns(datasets: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
-    """Join the columns of all datasets, given by name with their dtypes; `dataset` is not one of them."""
+    """Join the columns of all datasets to the columns of the corpus. Column `dataset` is not added.
+
+    `datasets` has a dict for each dataset. It has the stored type of each column, by the name of the column.
+
+    A column keeps its type if all datasets have it with the same type. A column of numbers becomes a column of
+    floats if a dataset does not have it, or if the types differ. All other columns become text.
+    """
     columns = []
     for source in dict.fromkeys(chain(*datasets)):
         present = [source in dtypes for dtypes in datasets]
@@ -148,7 +181,7 @@ def join_columns(datasets: Sequence[dict[str, str | None]]) -> list[ObsColumn]:
 
 @dataclass
 class JointObs:
-    """obs of the cells of a corpus, read from `folder`."""
+    """The obs columns of the cells of a corpus, stored as files in `folder`."""
 
     folder: Path
     datasets: list[str]
@@ -160,7 +193,7 @@ class JointObs:
 
     @property
     def unbounded(self) -> set[str]:
-        """Columns of text with more than MAX_LEVELS values."""
+        """Names of the columns of text with more than `MAX_LEVELS` values."""
         return {each.name for each in self.columns if each.dtype is None and each.values is None}
 
     def write(
@@ -168,15 +201,16 @@ class JointObs:
         number: int,
         names: pd.Index,
         read_column: Callable[[str], pd.Series],
-        kept: np.ndarray,
+        is_kept: np.ndarray,
     ) -> None:
-        """Store obs of dataset `number`, one column in memory at a time. Datasets come in order.
+        """Store the names and obs columns of the cells of dataset `number`.
 
-        `names` are the obs names, `read_column` reads a column of the file, and `kept`, `(n_obs,)` bool,
-        is True for the cells that shards have.
+        Datasets must be written in order. Only one column is in memory at a time. `names` are the names of the
+        cells, and `read_column` reads a column of the file. `is_kept`, `(cells,)` bool, is True for the cells
+        that shards have. The text of other cells is stored as missing.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._save(f"{number}-names", _encode(names))
+        self._save(f"{number}-names", _encode_texts(names))
         for i, column in enumerate(self.columns):
             if not column.present[number]:
                 continue
@@ -188,19 +222,23 @@ class JointObs:
                 self._save(f"{number}-{i}", series.to_numpy(column.dtype))
                 continue
             texts = text_values(series)
-            texts[~kept | series.isna()] = None
+            texts[~is_kept | series.isna()] = None
             coded = pd.Categorical(texts)
             self._save(f"{number}-{i}", coded.codes.astype("<i4"))
-            self._save(f"{number}-{i}-values", _encode(coded.categories))
+            self._save(f"{number}-{i}-values", _encode_texts(coded.categories))
             if column.values is not None:
                 values = sorted({*column.values, *coded.categories})
                 column.values = values if len(values) <= MAX_LEVELS else None
 
     def frame(self, dataset: np.ndarray, row: np.ndarray) -> pd.DataFrame:
-        """Read the obs of cells. `dataset` and `row`, `(cells,)`, are each cell's dataset and row there."""
+        """Read the names and all columns of some cells as a data frame.
+
+        `dataset`, `(cells,)`, has the number of each cell's dataset. `row`, `(cells,)`, has the row of each cell
+        in the file of its dataset.
+        """
         columns = {name: self.column(name, dataset, row) for name in self.column_names}
         names = np.empty(len(row), object)
-        for number, cells in _by_dataset(dataset):
+        for number, cells in _group_by_dataset(dataset):
             texts = self._load(f"{number}-names")[row[cells]].tolist()
             names[cells] = [f"{self.datasets[number]}:{text.decode()}" for text in texts]
         return named_frame(names, columns)
@@ -208,41 +246,45 @@ class JointObs:
     def column(
         self, name: str, dataset: np.ndarray, row: np.ndarray
     ) -> np.ndarray | pd.Categorical:
-        """Read a column of `column_names` for cells, as in `frame`."""
+        """Read column `name` of some cells. `dataset` and `row` are the arguments of `frame`."""
         if name == DATASET:
             return pd.Categorical.from_codes(dataset, categories=self.datasets)
         i = [column.name for column in self.columns].index(name)
         column = self.columns[i]
         if column.dtype is None:
-            return self._text_column(i, dataset, row)
+            return self._read_text_column(i, dataset, row)
         values = np.full(len(row), np.nan if column.dtype == "<f8" else 0, column.dtype)
-        for number, cells in _by_dataset(dataset):
+        for number, cells in _group_by_dataset(dataset):
             if column.present[number]:
                 values[cells] = self._load(f"{number}-{i}")[row[cells]]
         return values
 
-    def _text_column(self, i: int, dataset: np.ndarray, row: np.ndarray) -> pd.Categorical:
-        """Read text column `i`. Stored codes are sorted, which costs less than sorting texts."""
+    def _read_text_column(self, i: int, dataset: np.ndarray, row: np.ndarray) -> pd.Categorical:
+        """Read text column `i` of some cells."""
         column = self.columns[i]
-        datasets = []
-        for number, cells in _by_dataset(dataset):
+        # for each dataset: its cells, the index of each cell's code among the codes that occur, the number of
+        # these codes, and their texts. Codes are found by a sort, which costs less than sorting texts
+        pieces = []
+        for number, cells in _group_by_dataset(dataset):
             if column.present[number]:
-                codes, inverse = np.unique(
+                codes, code_index = np.unique(
                     self._load(f"{number}-{i}")[row[cells]], return_inverse=True
                 )
                 stored = self._load(f"{number}-{i}-values")[codes[codes >= 0]].tolist()
-                datasets.append((cells, inverse, len(codes), [text.decode() for text in stored]))
+                pieces.append((cells, code_index, len(codes), [text.decode() for text in stored]))
+
+        # if a column has very many values, such as barcodes, a shard keeps only the values of its own cells
         categories = column.values
-        # of a column with many values, such as barcodes, a shard keeps only the values of its cells
         if categories is None:
-            categories = sorted(set[str]().union(*(texts for *_, texts in datasets)))
-        number_of_text = {text: number for number, text in enumerate(categories)}
+            categories = sorted(set[str]().union(*(texts for *_, texts in pieces)))
+        category_by_text = {text: number for number, text in enumerate(categories)}
+
         category = np.full(len(row), -1, np.int32)
-        for cells, inverse, n_codes, texts in datasets:
-            # the first code may be -1, a missing value
+        for cells, code_index, n_codes, texts in pieces:
+            # the first code may be -1, a missing value. It has no text, and stays category -1
             category_of_code = np.full(n_codes, -1, np.int32)
-            category_of_code[n_codes - len(texts) :] = [number_of_text[text] for text in texts]
-            category[cells] = category_of_code[inverse]
+            category_of_code[n_codes - len(texts) :] = [category_by_text[text] for text in texts]
+            category[cells] = category_of_code[code_index]
         return pd.Categorical.from_codes(category, pd.Index(categories, dtype=object))
 
     def _save(self, name: str, array: np.ndarray) -> None:
@@ -252,71 +294,81 @@ class JointObs:
         return np.load(self.folder / f"{name}.npy", mmap_mode="r").view(np.ndarray)
 
 
-def _by_dataset(dataset: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each dataset and the positions of its cells."""
+def _group_by_dataset(dataset: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of each dataset, and the indices of its cells. `dataset` is `(cells,)`."""
     for number in np.unique(dataset).tolist():
         yield number, np.flatnonzero(dataset == number)
 
 
-def _encode(texts: Iterable[str]) -> np.ndarray:
+def _encode_texts(texts: Iterable[str]) -> np.ndarray:
+    """Return texts as an array of bytes, UTF-8."""
     return np.array([text.encode() for text in texts] or np.zeros(0, "S1"))
 
 
 def write_columns(
     folder: Path,
     obs: JointObs,
-    kept: list[np.ndarray],
+    kept_rows: list[np.ndarray],
     sizes: list[int],
-    splits: dict[str, np.ndarray],
+    cells_by_split: dict[str, np.ndarray],
 ) -> tuple[dict[str, ObsLevels], dict[str, str], dict[str, dict[IndexKind, IndexEntry]]]:
-    """Write levels and numbers of every split, one column in memory at a time.
+    """Write the arrays `levels` and `numbers` of the index of every split to `folder`.
 
-    `kept` are the rows of each dataset that shards have, `sizes` the cells of each dataset, and
-    `splits` the cells of each split in the order on disk. Returns the manifest's `obs_levels` and
-    `obs_numbers`, and the entries of the files by split.
+    Only one column is in memory at a time. `kept_rows` has, for each dataset, the rows of the cells that shards
+    have. `sizes` has the number of all cells of each dataset. `cells_by_split` has the cells of each split, in
+    the order in which shards have them.
+
+    Returns the manifest's `obs_levels` and `obs_numbers`, and the entries of the written files by split.
     """
-    offsets = row_offsets(sizes)  # first cell of each dataset among all cells
-    index: dict[str, dict[IndexKind, IndexEntry]] = {split: {} for split in splits}
-    splits = {split: cells for split, cells in splits.items() if len(cells)}
+    offsets = row_offsets(
+        sizes
+    )  # index of each dataset's first cell among the cells of all datasets
+    index: dict[str, dict[IndexKind, IndexEntry]] = {split: {} for split in cells_by_split}
+    cells_by_split = {split: cells for split, cells in cells_by_split.items() if len(cells)}
 
-    def read(name: str) -> Iterator[Any]:
-        """Yield the values of a column, dataset by dataset."""
-        for number, rows in enumerate(kept):
+    def read_column(name: str) -> Iterator[Any]:
+        """Yield the values of a column, as one array per dataset."""
+        for number, rows in enumerate(kept_rows):
             yield obs.column(name, np.full(len(rows), number), rows)
 
-    def write(kind: IndexKind, encoders: Mapping[str, Encoder]) -> dict[str, str]:
-        """Write the columns that `encoders` make of arrays of values; return the digest of each."""
+    def write_arrays(kind: IndexKind, encoders: Mapping[str, Encoder]) -> dict[str, str]:
+        """Write an array of the index for every split, with a row for each column of `encoders`.
+
+        The encoder of a column turns its values into codes or numbers. Returns the digest of each column.
+        """
         digests = {}
         arrays = {}
         with ExitStack() as stack:
-            for split, cells in splits.items():
+            for split, cells in cells_by_split.items():
                 arrays[split] = stack.enter_context(
                     new_index(folder, split, kind, (len(encoders), len(cells)))
                 )
             for i, (name, encode) in enumerate(encoders.items()):
-                column = np.zeros(offsets[-1], INDEX_DTYPES[kind])
+                column = np.zeros(offsets[-1], INDEX_DTYPES[kind])  # of the cells of all datasets
                 sha256 = hashlib.sha256()
-                for start, rows, values in zip(offsets, kept, map(encode, read(name))):
+                encoded = map(encode, read_column(name))
+                for start, rows, values in zip(offsets, kept_rows, encoded):
                     sha256.update(values.tobytes())
                     column[start + rows] = values
                 digests[name] = sha256.hexdigest()
-                for split, cells in splits.items():
+                for split, cells in cells_by_split.items():
                     arrays[split][i] = column[offsets[cells["dataset"]] + cells["row"]]
-        for split in splits:
+        for split in cells_by_split:
             index[split][kind] = make_index_entry(folder, split, kind)
         return digests
 
     levels = {}
-    numeric = []
+    columns_with_numbers = []
     for name in obs.column_names:
-        levels_of_column = None if name in obs.unbounded else find_levels(read(name))
+        levels_of_column = None if name in obs.unbounded else find_levels(read_column(name))
         if levels_of_column is not None:
             levels[name] = levels_of_column
-        if all(parse_numbers(values) is not None for values in read(name)):
-            numeric.append(name)
-    encoders = {name: partial(encode_levels, levels=levels[name]) for name in levels}
-    level_digests = write("levels", encoders)
-    number_digests = write("numbers", dict.fromkeys(numeric, parse_numbers))
+        if all(parse_numbers(values) is not None for values in read_column(name)):
+            columns_with_numbers.append(name)
+
+    level_encoders = {name: partial(encode_levels, levels=levels[name]) for name in levels}
+    level_digests = write_arrays("levels", level_encoders)
+    number_digests = write_arrays("numbers", dict.fromkeys(columns_with_numbers, parse_numbers))
     obs_levels = {
         name: ObsLevels(levels=levels[name], digest=level_digests[name]) for name in levels
     }

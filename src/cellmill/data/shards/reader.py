@@ -1,4 +1,4 @@
-"""Opening the shards of a split, naming its cells, and reading names and medians from a shard."""
+"""Opening the shards of a split, naming cells, and reading names and medians from a shard."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,15 +19,15 @@ from cellmill.errors import DataError
 def open_shards(
     manifest: Manifest, split: str, copies: LocalCopies | None = None
 ) -> list[PackedCellFile]:
-    """Return the shards of a split, by its index; each file is opened when it is first read.
+    """Return the shards of a split. Only the index is read; a shard is opened when it is first read.
 
-    A shard is read from its copy in `copies`, if there is one. Raises DataError if the split has no
-    cells or no index.
+    If `copies` has a copy of a shard, the copy is read instead. Raises DataError if the split has no cells, or
+    if the index is missing or damaged.
     """
     shards = manifest.entry(split).shards
     files = OpenFiles(copies=copies)
     n_obs = np.array([shard.n_obs for shard in shards])
-    # the arrays of the index have the entries of all shards, one shard after the other
+    # an array of the index has the entries of all shards, shard after shard: split it by shard
     indptr = open_index(manifest, split, "offsets")
     part_offsets = open_index(manifest, split, "borders")
     indptr_by_shard = np.split(indptr, np.cumsum(n_obs + 1)[:-1])
@@ -53,9 +53,10 @@ def open_shards(
 
 
 def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
-    """Read the names of cells (`obs`) or genes (`var`), `(n,)` object.
+    """Read the names of all cells (`obs`) or genes (`var`) of a file, as an array of texts.
 
-    `path` is a shard, whose cells have names `dataset:name`, or a file that preprocess wrote.
+    `path` is a shard, or a file that preprocess wrote. In a shard, the name of a cell is `dataset:name`.
+    Raises DataError if the names cannot be read.
     """
     return _read_column(path, axis, None)
 
@@ -63,7 +64,8 @@ def read_names(path: Path, axis: Literal["obs", "var"]) -> np.ndarray:
 def name_cells(shards: list[PackedCellFile], cell_ids: np.ndarray) -> list[str]:
     """Name cells of a split for error messages, as `dataset:name (FILE row N)`.
 
-    A cell is an `unnamed cell` if its name cannot be read.
+    `cell_ids`, `(cells,)`, are indices of cells in the split. If the name of a cell cannot be read, the cell is
+    called `unnamed cell (FILE row N)`.
     """
     shard_offsets = row_offsets([shard.n_obs for shard in shards])
     shard_numbers = np.searchsorted(shard_offsets, cell_ids, side="right") - 1
@@ -87,9 +89,10 @@ def read_medians(path: Path) -> np.ndarray:
 def read_rank_order(
     manifest: Manifest, path: Path, max_unsorted_genes: int = 0
 ) -> RankOrder | None:
-    """Return what sorts the genes of cells into rank order; None if shards store them in it.
+    """Return an object that sorts the genes of cells into rank order.
 
-    `path` is any of the shards. Cells of at most `max_unsorted_genes` genes stay as they are.
+    Returns None if the shards already have the genes in rank order. `path` is the path of any shard; its
+    medians are read. Cells with at most `max_unsorted_genes` genes are left as they are.
     """
     if manifest.gene_order == "rank":
         return None
@@ -97,7 +100,10 @@ def read_rank_order(
 
 
 def _read_column(path: Path, axis: Literal["obs", "var"], column: str | None) -> np.ndarray:
-    """Read a column of the data frame `axis`, or its index if `column` is None."""
+    """Read a column of the data frame `axis`. If `column` is None, read the names of its rows.
+
+    Raises DataError if they cannot be read.
+    """
     try:
         with open_h5(path, REMEDY) as file:
             if column is not None:

@@ -11,8 +11,8 @@ from cellmill.data.inputs.reader import CountsReader
 from cellmill.data.keys import splitmix64
 from cellmill.data.rows import positions_in_rows
 from cellmill.data.shards.cell_digests import CorpusDigests
+from cellmill.data.shards.divide import select_genes
 from cellmill.data.shards.index import are_in
-from cellmill.data.shards.plan import select_genes
 from cellmill.data.split import hash_genes, sum_pairs
 from cellmill.errors import DataError
 from cellmill.evaluate.seen.corpus_hashes import MIN_GENES, HashedCorpus
@@ -113,9 +113,9 @@ def find_barcodes(reader: CountsReader, corpora: Iterable[CorpusDigests]) -> np.
     """Mark the cells with the barcode of a training cell in `corpora`, `(n_obs,)` bool.
 
     A barcode counts only if the sample of the cell and a training sample share more barcodes than chance
-    explains (`CorpusDigests.has_barcodes`).
+    explains (`CorpusDigests.find_known_barcodes`).
     """
     is_near = np.zeros(reader.n_obs, bool)
     for corpus in corpora:
-        is_near |= corpus.has_barcodes(reader.obs_names)
+        is_near |= corpus.find_known_barcodes(reader.obs_names)
     return is_near
