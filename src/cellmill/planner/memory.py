@@ -130,54 +130,6 @@ class _RankMemory:
         self.splits = list_splits(self.parallel, pp_rank, micro_batches)
         self.persistent = self._estimate_persistent()
 
-    @property
-    def _shard_gradient_bytes(self) -> int:
-        """Bytes of the float32 gradients of this rank's shard. Full offload keeps them on the host."""
-        if self.parallel.cpu_offload == "full":
-            return 0
-        return FLOAT32_BYTES * self.model.divide_by_shards(self.totals.trained)
-
-    @property
-    def _accumulated_bytes(self) -> int:
-        """Bytes of the gradients that FSDP2 keeps from one micro-batch to the next.
-
-        FSDP2 keeps its shard of them if it reduces gradients in each micro-batch, and otherwise all.
-        """
-        if self.micro_batches == 1:
-            return 0
-        if self.parallel.reduces_each_micro_batch:
-            return self._shard_gradient_bytes
-        return FLOAT32_BYTES * self.totals.trained
-
-    def _estimate_persistent(self) -> Memory:
-        """Estimate the memory that stays allocated for the whole step."""
-        model = self.model
-        size = model.size
-        totals = self.totals
-        offload = self.parallel.cpu_offload
-        trained_shard = model.divide_by_shards(totals.trained)
-        parameters_shard = model.divide_by_shards(totals.parameters)
-        if offload == "full":
-            parameters_shard = 0
-        average_bytes = 0
-        if model.keeps_average and offload != "full":
-            average_bytes = FLOAT32_BYTES * trained_shard
-
-        pipeline_bytes = 0
-        if self.parallel.pp > 1:
-            # For each micro-batch, a stage receives activations and gradients. The first stage of the
-            # model receives no activations, and the last no gradients.
-            messages = 2 * len(self.stages) - int(totals.has_begin) - int(totals.has_finish)
-            message_bytes = model.count_block_input_bytes(self.micro_batch)
-            pipeline_bytes = round(messages * self.micro_batches * message_bytes)
-
-        return Memory(
-            parameters=FLOAT32_BYTES * (size.buffers + parameters_shard),
-            optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
-            average=average_bytes,
-            pipeline=pipeline_bytes,
-        )
-
     def at_backward_start(self) -> Memory:
         """Estimate the memory when the backward pass begins."""
         model = self.model
@@ -193,25 +145,12 @@ class _RankMemory:
             communication_bytes = FLOAT32_BYTES * (block.trained + shard)
         return replace(
             self.persistent,
-            activations=round(self._kept_bytes() + self._block_workspace_bytes()),
+            activations=round(self._kept_bytes + self._block_workspace_bytes),
             logits=round(logits_bytes),
             gathered=self._gathered_bytes,
-            gradients=self._gradient_bytes_at_backward_start(),
+            gradients=self._gradient_bytes_at_backward_start,
             communication=communication_bytes,
         )
-
-    def _gradient_bytes_at_backward_start(self) -> int:
-        """Count the bytes of all gradients that are allocated when the backward pass begins."""
-        block_trained = self.model.size.block.trained
-        if self.model.uses_fsdp:
-            return self._accumulated_bytes + self.model.element_bytes * block_trained
-        # The buckets of DistributedDataParallel are a copy of all gradients, which persists. Gradients that
-        # earlier micro-batches have accumulated are another copy, since only the last micro-batch fills the
-        # buckets.
-        copies = int(self.model.layout.dp > 1) + int(self.micro_batches > 1)
-        if copies == 0:  # only the block in its backward pass has gradients
-            return FLOAT32_BYTES * block_trained
-        return copies * FLOAT32_BYTES * self.totals.trained
 
     def at_first_block(self) -> Memory:
         """Estimate the memory when the backward pass has reached the first block.
@@ -223,9 +162,9 @@ class _RankMemory:
         block = size.block
         totals = self.totals
         activation_bytes = (
-            self._count_bytes(block.activations)
-            + self._count_bytes(size.begin.activations)
-            + self._count_bytes(size.block_workspace)
+            self._count_activation_bytes(block.activations)
+            + self._count_activation_bytes(size.begin.activations)
+            + self._count_activation_bytes(size.block_workspace)
         )
         memory = replace(self.persistent, activations=round(activation_bytes))
         if not model.uses_fsdp:
@@ -269,19 +208,75 @@ class _RankMemory:
         All trained weights of the blocks count as matrices, since the other weights have few elements.
         """
         totals = self.totals
-        in_blocks = self.model.divide_by_shards(totals.trained - totals.outside_trained)
+        n_matrix_elements = self.model.divide_by_shards(totals.trained - totals.outside_trained)
         return replace(
             self.persistent,
             gradients=self._shard_gradient_bytes,
-            optimizer_step=self.model.optimizer_copies * FLOAT32_BYTES * in_blocks,
+            optimizer_step=self.model.optimizer_copies * FLOAT32_BYTES * n_matrix_elements,
+        )
+
+    def _estimate_persistent(self) -> Memory:
+        """Estimate the memory that stays allocated for the whole step."""
+        model = self.model
+        size = model.size
+        totals = self.totals
+        offload = self.parallel.cpu_offload
+        trained_shard = model.divide_by_shards(totals.trained)
+        parameters_shard = model.divide_by_shards(totals.parameters)
+        if offload == "full":
+            parameters_shard = 0
+        average_bytes = 0
+        if model.keeps_average and offload != "full":
+            average_bytes = FLOAT32_BYTES * trained_shard
+
+        pipeline_bytes = 0
+        if self.parallel.pp > 1:
+            # For each micro-batch, a stage receives activations and gradients. The first stage of the
+            # model receives no activations, and the last no gradients.
+            messages = 2 * len(self.stages) - int(totals.has_begin) - int(totals.has_finish)
+            message_bytes = model.count_block_input_bytes(self.micro_batch)
+            pipeline_bytes = round(messages * self.micro_batches * message_bytes)
+
+        return Memory(
+            parameters=FLOAT32_BYTES * (size.buffers + parameters_shard),
+            optimizer=0 if offload else model.optimizer_states * FLOAT32_BYTES * trained_shard,
+            average=average_bytes,
+            pipeline=pipeline_bytes,
         )
 
     @property
-    def _bytes_per_activation(self) -> float:
-        """Mean bytes of an activation that is kept for the backward pass."""
-        if self.parallel.half_precision and not self.model.uses_fsdp:
-            return AUTOCAST_BYTES
-        return self.model.element_bytes
+    def _gradient_bytes_at_backward_start(self) -> int:
+        """Bytes of all gradients that are allocated when the backward pass begins."""
+        block_trained = self.model.size.block.trained
+        if self.model.uses_fsdp:
+            return self._accumulated_bytes + self.model.element_bytes * block_trained
+        # The buckets of DistributedDataParallel are a copy of all gradients, which persists. Gradients that
+        # earlier micro-batches have accumulated are another copy, since only the last micro-batch fills the
+        # buckets.
+        copies = int(self.model.layout.dp > 1) + int(self.micro_batches > 1)
+        if copies == 0:  # only the block in its backward pass has gradients
+            return FLOAT32_BYTES * block_trained
+        return copies * FLOAT32_BYTES * self.totals.trained
+
+    @property
+    def _accumulated_bytes(self) -> int:
+        """Bytes of the gradients that FSDP2 keeps from one micro-batch to the next.
+
+        If FSDP2 reduces gradients in each micro-batch, it keeps only this rank's shard. Otherwise it keeps
+        the full gradients.
+        """
+        if self.micro_batches == 1:
+            return 0
+        if self.parallel.reduces_each_micro_batch:
+            return self._shard_gradient_bytes
+        return FLOAT32_BYTES * self.totals.trained
+
+    @property
+    def _shard_gradient_bytes(self) -> int:
+        """Bytes of the float32 gradients of this rank's shard. Full offload keeps them on the host."""
+        if self.parallel.cpu_offload == "full":
+            return 0
+        return FLOAT32_BYTES * self.model.divide_by_shards(self.totals.trained)
 
     @property
     def _gathered_bytes(self) -> int:
@@ -296,9 +291,20 @@ class _RankMemory:
             n_gathered = totals.outside_parameters + min(2, size.n_blocks) * size.block.parameters
         return self.model.element_bytes * n_gathered
 
-    def _count_bytes(self, activations: Rates) -> float:
-        """Count the bytes of a micro-batch's activations."""
-        return self._bytes_per_activation * activations.total(self.micro_batch)
+    @property
+    def _kept_bytes(self) -> float:
+        """Bytes of all activations that are kept when the backward pass begins."""
+        size = self.model.size
+        bytes_by_stage = []  # for one micro-batch
+        for stage in self.stages:
+            stage_bytes = len(stage.blocks) * self._kept_block_bytes
+            if stage.has_begin:
+                stage_bytes += self._count_activation_bytes(size.begin.activations)
+            if stage.has_finish:
+                stage_bytes += self._count_activation_bytes(size.finish.activations)
+            bytes_by_stage.append(stage_bytes)
+        # of the moments at which the rank holds the most micro-batches, the one with the most bytes
+        return max(float(np.dot(split, bytes_by_stage)) for split in self.splits)
 
     @property
     def _kept_block_bytes(self) -> float:
@@ -307,33 +313,35 @@ class _RankMemory:
         checkpointing = self.parallel.activation_checkpointing
         if checkpointing == "full":  # the block keeps only its input
             return self.model.count_block_input_bytes(self.micro_batch)
-        return self._count_bytes(size.selective if checkpointing else size.block.activations)
+        return self._count_activation_bytes(
+            size.selective if checkpointing else size.block.activations
+        )
 
-    def _kept_bytes(self) -> float:
-        """Estimate the bytes of all activations that are kept when the backward pass begins."""
-        size = self.model.size
-        bytes_by_stage = []  # for one micro-batch
-        for stage in self.stages:
-            stage_bytes = len(stage.blocks) * self._kept_block_bytes
-            if stage.has_begin:
-                stage_bytes += self._count_bytes(size.begin.activations)
-            if stage.has_finish:
-                stage_bytes += self._count_bytes(size.finish.activations)
-            bytes_by_stage.append(stage_bytes)
-        # of the moments at which the rank holds the most micro-batches, the one with the most bytes
-        return max(float(np.dot(split, bytes_by_stage)) for split in self.splits)
-
+    @property
     def _block_workspace_bytes(self) -> float:
-        """Estimate the bytes that the last block's backward pass needs besides the kept activations."""
+        """Bytes that the last block's backward pass needs besides the kept activations."""
         size = self.model.size
         # before its backward pass, a block recomputes the activations that it has not kept
-        recomputed_bytes = self._count_bytes(size.block.activations) - self._kept_block_bytes
-        workspace_bytes = self._count_bytes(size.block_workspace) + recomputed_bytes
-        # The backward pass of `finish` comes before the last block's. Its activations are free by then, but
-        # `_kept_bytes` counts them.
+        recomputed_bytes = (
+            self._count_activation_bytes(size.block.activations) - self._kept_block_bytes
+        )
+        workspace_bytes = self._count_activation_bytes(size.block_workspace) + recomputed_bytes
+        # When the last block's backward pass begins, the activations of `finish` are free. `_kept_bytes`
+        # counts them all the same.
         if self.totals.has_finish:
-            workspace_bytes -= self._count_bytes(size.finish.activations)
+            workspace_bytes -= self._count_activation_bytes(size.finish.activations)
         return max(workspace_bytes, 0)
+
+    def _count_activation_bytes(self, activations: Rates) -> float:
+        """Count the bytes of a micro-batch's activations."""
+        return self._bytes_per_activation * activations.total(self.micro_batch)
+
+    @property
+    def _bytes_per_activation(self) -> float:
+        """Mean bytes of an activation that is kept for the backward pass."""
+        if self.parallel.half_precision and not self.model.uses_fsdp:
+            return AUTOCAST_BYTES
+        return self.model.element_bytes
 
 
 class HostBytes(NamedTuple):

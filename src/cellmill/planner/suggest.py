@@ -52,9 +52,7 @@ class Suggestions:
     """Layouts that were tried: those that fit, those that are too large, and those that are refused."""
 
     fitting: list[RunCost]  # the best first
-    needed_bytes_of_too_large: list[
-        int
-    ]  # memory that a process needs in each layout that does not fit
+    needed_bytes_of_too_large: list[int]  # of a process, in each layout that does not fit
     # Number of refused layouts by reason. Reasons that differ only in their numbers are counted together,
     # under the first of them.
     refused: Counter[str]
@@ -75,9 +73,8 @@ def suggest_layouts(
     fitting = []
     needed_bytes_of_too_large = []
     refused: Counter[str] = Counter()
-    first_reasons: dict[
-        str, str
-    ] = {}  # by reason without numbers, such as "parallel.tp  does not divide"
+    # the first reason of refusal, by the reason without its numbers
+    first_reasons: dict[str, str] = {}
     for parallel in list_parallel_options(options, hardware):
         try:
             adapted = hardware.adapt_lanes(options.model_copy(update={"parallel": parallel}))
@@ -101,8 +98,9 @@ def suggest_layouts(
 def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
     """Make a key that sorts the best layout first.
 
-    A better layout has fewer hours (in bins). Of layouts in one bin it has fewer bytes to other nodes,
-    then fewer bytes inside the node, fewer ranks that read the same cells, no recomputation, less memory.
+    A better layout takes fewer hours. Of layouts in one bin of hours, the better one sends fewer bytes to
+    other nodes. Further ties are decided by fewer bytes inside the node, fewer ranks that read the same
+    cells, no recomputation, and less memory.
     """
     parallel = suggestion.options.parallel
     sent = sum_link_bytes(suggestion.traffic)
@@ -119,7 +117,7 @@ def _make_sort_key(suggestion: RunCost) -> tuple[float, ...]:
 
 
 def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[Parallel]:
-    """Yield the layouts to try. Of layouts with the same effect, yield only the first."""
+    """Yield section `parallel` of each layout to try. Of layouts with one effect, yield only the first."""
     replaced = {"strategy", "sharding_strategy", "shard_size"}
     unchanged = options.parallel.model_dump(exclude=replaced)
 
@@ -137,7 +135,7 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
         for pp in divisors(hardware.world_size // tp):
             if pp > max_pp:
                 continue
-            # without a pipeline the schedule has no effect, and stays the default
+            # without a pipeline the schedule has no effect, so it is the default
             schedules = {*SCHEDULES, options.parallel.schedule} if pp > 1 else {"1F1B"}
             for schedule, checkpointing, strategy in product(
                 sorted(schedules), checkpointing_modes, strategies
@@ -160,8 +158,8 @@ def list_parallel_options(options: PlanOptions, hardware: Hardware) -> Iterator[
 def _make_effect_key(parallel: Parallel, hardware: Hardware) -> tuple[Any, ...]:
     """Make a key that is equal for layouts with the same effect.
 
-    Layouts that do not divide the processes have the same effect if they are refused for the same reason,
-    and differ only in their strategy.
+    Layouts that do not divide the processes are all refused. They have the same effect if they are refused
+    for the same reason and differ only in their strategy.
     """
     layout: Layout | tuple[str, int, int]
     sharding = None

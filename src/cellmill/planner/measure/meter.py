@@ -44,9 +44,7 @@ class Allocation:
 class Window:
     """What the meter counts between two times of its clock, `start` and `end`."""
 
-    meter_allocations: list[
-        Allocation
-    ]  # all of the meter, also those outside the window; shared with it
+    meter_allocations: list[Allocation]  # all of the meter, also before and after the window
     start: int
     end: int = 0
     flops: int = 0
@@ -88,7 +86,7 @@ class OperationMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # the clock: it advances by 1 at each operation, each freed storage, and each start or end of a window
+        # the clock, which advances by 1 at each operation, freed storage, and start or end of a window
         self.time = 0
         self.allocations: list[Allocation] = []
         self._storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
@@ -109,13 +107,13 @@ class OperationMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return (
-                NotImplemented  # torch then calls this again, with operations on the local tensors
-            )
+            # torch then calls this method again, with operations on the local tensors
+            return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if any(issubclass(kind, FakeTensor) for kind in types):
             return out  # DTensor only infers shapes with fake tensors: nothing is computed
+
         self.time += 1
         self._add_to_windows(func, args, kwargs, out)
         # An input that is new to the meter is older than the meter, such as a weight. Remember its
@@ -135,7 +133,7 @@ class OperationMeter(TorchDispatchMode):
         return out
 
     def _add_to_windows(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add the FLOPs of an operation to all open windows, and if it is a collective, its call and bytes."""
+        """Add an operation to all open windows: its FLOPs, or the call and the bytes of a collective."""
         flops = 0
         packet = FORMULA_OF.get(overload_packet(func), overload_packet(func))
         if self._windows and packet in flop_registry:

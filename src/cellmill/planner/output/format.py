@@ -6,7 +6,7 @@ MIN_HOURS = 0.1 / 60  # a shorter time is printed as less than this
 
 
 def format_bytes(n_bytes: float) -> str:
-    """Format a number of bytes in the largest unit that it has at least 1 of."""
+    """Format a number of bytes in the largest unit in which the number is at least 1."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= 0.9995 * factor:  # rounded to three digits, at least 1
             return f"{_format_number(n_bytes / factor)} {unit}"
@@ -17,7 +17,7 @@ def format_hours(hours: float) -> str:
     """Format hours or GPU hours. Less than an hour is printed in minutes."""
     if hours < MIN_HOURS:
         return f"<{60 * MIN_HOURS:g} min"
-    if hours < 59.95 / 60:  # at least 59.95 min would be printed as 60 min
+    if hours < 59.95 / 60:  # 59.95 min or more would be printed as 60 min
         return f"{_format_number(60 * hours)} min"
     return f"{_format_number(max(1.0, hours))} h"
 

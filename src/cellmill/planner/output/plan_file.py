@@ -20,7 +20,7 @@ from cellmill.planner.traffic import sum_link_bytes
 LAUNCH_MS_PER_MICRO_BATCH = 10
 # The plan gives a hint if validation takes more than this fraction of the time.
 LARGE_VALIDATION_FRAC = 0.1
-# the global batch (cells) and the learning rate of a run that sets neither
+# global batch, in cells, and learning rate of a run that sets neither
 DEFAULT_BATCH = float(Train.model_fields["global_batch"].default)
 DEFAULT_LR = float(Train.model_fields["lr"].default)
 
@@ -29,7 +29,7 @@ Line = tuple[str, str]  # name of a printed line, and its text
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Cost of a run on its corpus and processes: plan.json stores it, `format_plan` prints it."""
+    """Cost of a run on its corpus and processes. plan.json stores it, and `format_plan` prints it."""
 
     cost: RunCost
     corpus: CorpusSize
@@ -77,6 +77,7 @@ class RunPlan:
                     for collective in cost.traffic
                 ],
             },
+            # tokens, cells and steps
             "flops_per_step": cost.flops_per_step,  # over all processes, without recomputation
             "tokens_per_step": self.tokens_per_step,
             "tokens_per_cell": self.corpus.tokens_per_cell,
@@ -91,7 +92,7 @@ class RunPlan:
             "val_cells": counts.val_cells,  # cells per validation
             "auto_steps": train.steps == "auto",
             "max_micro_batch_tokens": counts.max_micro_batch_tokens,
-            # step, mfu, hours, validation_frac and gpu_hours are None if the device's speed is unknown
+            # time: step, mfu, hours, validation_frac and gpu_hours are None if the device's speed is unknown
             "step": time and {**asdict(time.step), "step_s": time.step.step_s},
             "pipeline_idle_frac": estimate_idle_frac(
                 options.parallel, counts.mean_micro_batches_per_step
@@ -100,6 +101,7 @@ class RunPlan:
             "hours": time and time.hours,  # with validation
             "validation_frac": time and time.validation_frac,  # fraction of these hours
             "gpu_hours": time and time.gpu_hours,
+            # processes and their layout
             "nodes": hardware.nodes,
             "nproc_per_node": hardware.nproc_per_node,
             "world_size": hardware.world_size,
@@ -108,14 +110,16 @@ class RunPlan:
             "layout": options.parallel.model_dump(mode="json") | asdict(cost.model.layout),
             # assumed fraction of the peak while a device computes, recomputation included
             "mfu_frac": options.plan.mfu_frac,
+            # options of training, and what the options take from the corpus
             "warmup_steps": train.warmup_steps,
             "global_batch": train.global_batch,  # cells
             # train.lr for this batch, by the square-root rule and by the linear rule; None if it needs no hint
             "scaled_lr": _scale_lr(train),
-            "choices": options.objective.choices(),  # what options take from the corpus, and why
+            "choices": options.objective.choices(),  # obs columns that the objective takes, and why
             "warnings": self.warnings,
             # largest train.token_budget that fits; none above MAX_TRIED_BUDGET is tried
             "max_fitting_token_budget": self.max_fitting_token_budget,
+            # the corpus
             "genes_per_cell": self.genes_per_cell,
             "cut_cells_frac": self.cut_cells_frac,
             "fingerprint": self.fingerprint,
@@ -136,12 +140,12 @@ def _scale_lr(train: Train) -> tuple[float, float] | None:
 
 
 def _suggest_val_cells(val_cells: int, validation_frac: float) -> int:
-    """Find the number of validation cells that take LARGE_VALIDATION_FRAC of the hours.
+    """Find the number of cells per validation that take LARGE_VALIDATION_FRAC of the hours.
 
-    `val_cells` cells take `validation_frac` of the hours. The number is rounded down to two digits. It is
-    0 if a single cell takes more.
+    With `val_cells` cells per validation, validations take `validation_frac` of the hours. The found
+    number is rounded down to two digits. It is 0 if a single cell takes more.
     """
-    # so many cells per validation would make all validations together take as long as training
+    # with this many cells per validation, all validations would take as long as all steps
     cells_at_equal_time = val_cells * (1 - validation_frac) / validation_frac
     cells = cells_at_equal_time * LARGE_VALIDATION_FRAC / (1 - LARGE_VALIDATION_FRAC)
     unit = 10 ** max(0, int(math.log10(max(cells, 1))) - 1)
@@ -163,6 +167,7 @@ def format_plan(plan: RunPlan, cpu_time: RunTime | None = None) -> str:
 
 
 def format_line(name: str, text: str) -> str:
+    """Format a line of the plan. Texts begin in one column, unless a name is long."""
     return f"{name:<11} {text}"
 
 
@@ -171,12 +176,14 @@ def _format_steps(plan: RunPlan) -> Iterator[Line]:
     cost = plan.cost
     counts = cost.counts
     yield "parameters", f"{cost.whole_size.parameters:,} over {plan.corpus.n_genes:,} genes"
+
     cells_text = f"{plan.corpus.n_cells:,} for training, on average {plan.corpus.tokens_per_cell:,.0f} tokens"
     if plan.cut_cells_frac:
         percent = "less than 1%" if plan.cut_cells_frac < 0.005 else f"{plan.cut_cells_frac:.0%}"
         cells_text += f" and {plan.genes_per_cell:,.0f} genes; "
         cells_text += f"tokens.max_tokens is too small for all genes of {percent} of cells"
     yield "cells", cells_text
+
     auto_text = ""
     if cost.options.train.steps == "auto":
         auto_text = f"; auto: {AUTO_EPOCHS} epochs"
@@ -202,21 +209,25 @@ def _format_memory(plan: RunPlan) -> Iterator[Line]:
         "processes",
         f"{hardware.world_size} x {hardware.device_name}, {layout}, {parallel.precision}",
     )
-    text = ", ".join(f"{name} {format_bytes(n)}" for name, n in plan.cost.memory.list_by_size())
+
+    parts = plan.cost.memory.list_by_size()
+    memory_text = ", ".join(f"{name} {format_bytes(n_bytes)}" for name, n_bytes in parts)
     needed = estimate_host_bytes_per_process(plan.cost.model)
     for name, n_bytes in (
         ("parallel.cpu_offload", needed.offload),
         ("checkpoints", needed.staging),
     ):
         if n_bytes:
-            text += f"; {format_bytes(n_bytes)} of host memory for {name}"
+            memory_text += f"; {format_bytes(n_bytes)} of host memory for {name}"
     yield (
         "memory",
-        f"{format_bytes(plan.cost.memory.total)} of {format_bytes(hardware.usable_bytes)} per process: {text}",
+        f"{format_bytes(plan.cost.memory.total)} of {format_bytes(hardware.usable_bytes)} per process: {memory_text}",
     )
+
     assumption = describe_assumption(hardware.device_name)
     if assumption and not plan.cost.options.plan.memory_gb:
         yield "assumed", assumption
+
     # without a pipeline the number is a bound; with a pipeline it is the largest of a sample
     largest_text = "at most" if parallel.pp == 1 else "about"
     largest_text += f" {plan.cost.counts.max_micro_batch_tokens:,} tokens"
@@ -244,6 +255,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
             f"finetune.method {cost.options.finetune.method} freezes weights, so time, FLOPs and activations are lower "
             "than these estimates",
         )
+
     time = cost.time
     if time is None:  # on CPUs: stage plan measures their speed, and prints their time itself
         return
@@ -253,6 +265,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         f"{step.step_s:.3g} s: compute {step.compute_s:.3g}, exposed communication {step.exposed_s:.3g}, "
         f"idle in the pipeline {step.idle_s:.3g}",
     )
+
     mfu_text = f"{time.mfu:.0%} of the peak"
     mfu_frac = cost.options.plan.mfu_frac
     if round(time.mfu, 2) < round(mfu_frac, 2):
@@ -264,6 +277,7 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         "time",
         f"{format_hours(time.hours)} in all, GPU time {format_hours(time.gpu_hours)} at {mfu_text}",
     )
+
     micro_batch_ms = 1e3 * step.compute_s / cost.counts.mean_micro_batches_per_step
     if micro_batch_ms < LAUNCH_MS_PER_MICRO_BATCH:
         yield (
@@ -287,19 +301,20 @@ def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:
     train = options.train
     counts = plan.cost.counts
     if counts.validations:
-        text = f"{counts.validations:,} times {counts.val_cells:,} cells"
+        validation_text = f"{counts.validations:,} times {counts.val_cells:,} cells"
         if time is not None:
-            text += f", {time.validation_frac:.0%} of the time"
+            validation_text += f", {time.validation_frac:.0%} of the time"
             if time.validation_frac > LARGE_VALIDATION_FRAC:
                 fewer = _suggest_val_cells(counts.val_cells, time.validation_frac)
                 remedy = (
                     f"set train.val_cells to {fewer}" if fewer else "raise train.val_every_steps"
                 )
-                text += f"; {remedy} for {LARGE_VALIDATION_FRAC:.0%}"
-        yield "validation", text
+                validation_text += f"; {remedy} for {LARGE_VALIDATION_FRAC:.0%}"
+        yield "validation", validation_text
     yield from options.objective.choices().items()
     for warning in plan.warnings:
         yield "warning", warning
+
     scaled_lr = _scale_lr(train)
     if scaled_lr is not None:
         root, linear = scaled_lr
