@@ -38,9 +38,8 @@ class CorpusSize:
     gene_tokens: np.ndarray
     n_genes: int  # genes of the vocabulary
     n_validation: int = 0  # number of validation cells
-    n_training: int | None = (
-        None  # number of training cells, if `gene_tokens` has only a sample of them
-    )
+    # number of training cells; None if `gene_tokens` has all that an epoch reads, and not only a sample
+    n_training: int | None = None
     # levels of the obs columns that the run reads, by name of the column
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     n_covariates: int = 0  # tokens that the model adds to each cell, after micro-batches are cut

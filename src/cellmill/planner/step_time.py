@@ -58,7 +58,7 @@ def estimate_latency(collective: CollectiveTraffic) -> float:
     if collective.kind == "point to point":
         return CALL_S
     nodes = -(-collective.processes // collective.processes_per_node)
-    # of one round
+    # one round of the ring
     ring_s = (collective.processes - nodes) * RING_INTRA_NODE_S + (nodes - 1) * RING_INTER_NODE_S
     if collective.kind != "all-reduce":
         return CALL_S + ring_s
@@ -165,7 +165,7 @@ def _estimate_exposed_s(
 
 
 def _estimate_compute_time(model: PlannedModel, load: Load, flops_per_s: float) -> _ComputeTime:
-    """Estimate the seconds in which ranks that compute `flops_per_s` compute `load`.
+    """Estimate the seconds to compute `load` at `flops_per_s` FLOP/s, without communication.
 
     Selective recomputation counts as full recomputation, although it computes less.
     """
