@@ -16,12 +16,11 @@ from cellmill.config.corpus import Shard
 
 NS_PER_HOUR = 3.6e12  # nanoseconds
 
-# CPU time
-# nanoseconds of one process per value, by stage, with uncompressed input files
+# CPU time of one process, in nanoseconds per value, by stage, with uncompressed input files
 NS_PER_VALUE = {"preprocess": 68, "vocabulary": 40, "divide": 40, "shard_part": 69}
 INDEX_HOURS = 0.01  # hours to write the manifest and the index of parts
 
-# files
+# sizes of files
 CELL_BYTES_PER_VALUE = 1.2  # in files of preprocessed cells
 SHARD_BYTES_PER_VALUE = {"rank": 2.2, "genes": 1.2}  # in files of shards, by option shard.order
 VAR_BYTES_PER_SHARD = 2.0e6  # table var of 20,000 genes, 100 bytes per gene, in every shard
@@ -30,17 +29,15 @@ INDEX_BYTES_PER_CELL = 28  # offsets, borders and hashes, for each cell of the c
 N_INDEX_FILES = 10  # manifest.json, and offsets, borders and hashes of each of three splits
 VOCABULARY_GB = 0.002  # file of the vocabulary
 
-# memory
-# MB of a job without data. Job `shard` is the one that only writes the manifest and the index of parts.
+# Memory of a job without data, in MB. Job `shard` only writes the manifest and the index of parts.
 RSS_MB = {"preprocess": 530, "vocabulary": 440, "divide": 310, "shard_part": 250, "shard": 250}
-# for each value of the shard that is written: gene and count, and both again when they are sorted
+# Memory for each value of the shard that a job writes: its gene and count, and both again when sorted.
 RSS_BYTES_PER_VALUE = 16
-# Estimated memory of obs. Stages that open an input file hold the cells of this file; `divide` also holds
-# all cells of the corpus.
+# Estimated memory for each cell in table obs. Stages that open an input file hold the cells of this file;
+# `divide` also holds all cells of the corpus.
 OBS_RSS_BYTES_PER_CELL = 150
-OFFSET_BYTES_PER_CELL = (
-    16  # indptr and offsets of parts, for each cell of the corpus, in `shard_part`
-)
+# Memory for each cell of the corpus in `shard_part`: indptr and offsets of parts.
+OFFSET_BYTES_PER_CELL = 16
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class StageCost:
     cpu_hours: float  # of all jobs together
     rss_mb: float  # peak memory of a job
     jobs: int = 1  # number of jobs
-    files: int = 0  # number of files that are written and kept
-    disk_gb: float = 0.0  # of these files
+    files: int = 0  # number of files that the jobs write and keep
+    disk_gb: float = 0.0  # size of these files
 
 
 def estimate_stage_costs(

@@ -98,7 +98,7 @@ def _sum_run_time(
     # a step with fewer cells than the largest takes less time in proportion
     steps_s = step.step_s * counts.cells_seen / counts.max_cells_per_step
     if options.train.replay_every_steps is not None:
-        # one step of so many is computed twice
+        # one of `replay_every_steps` steps is computed twice
         steps_s *= 1 + 1 / options.train.replay_every_steps
     views_per_cell = 2 if options.train.best_metric.startswith("val_hidden_genes") else 1
     validated_cells = views_per_cell * counts.validations * counts.val_cells

@@ -22,7 +22,7 @@ from cellmill.planner.planned_model import PlannedModel
 from cellmill.planner.remedies import REQUEST_MORE, find_remedy
 from cellmill.planner.step_counts import CorpusSize, count_detected_genes
 
-TIMEOUT_S = 120  # advice may take at most so many seconds
+TIMEOUT_S = 120  # seconds that advice may take at most
 # A run may need at most this fraction of its planned memory after a remedy. It was planned to fit but did
 # not, so a fifth is left for what plans do not count, such as fragmentation.
 REMEDY_FRAC = 0.8

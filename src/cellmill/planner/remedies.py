@@ -25,8 +25,8 @@ from cellmill.planner.step_counts import CorpusSize, count_steps
 # At most this many smaller token budgets are tried before recomputation. They cost less than recomputing a
 # forward pass.
 BUDGETS_BEFORE_RECOMPUTING = 2
-MAX_TRIED_BUDGET = 1 << 24  # no larger token budget is tried, in tokens
-MAX_DOUBLINGS = 7  # at most so many times the number of nodes is doubled
+MAX_TRIED_BUDGET = 1 << 24  # tokens: no larger token budget is tried
+MAX_DOUBLINGS = 7  # the number of nodes is doubled at most this many times
 REQUEST_MORE = "request more memory per node (mem_mb, mem_mb_per_cpu or mem_mb_per_gpu)"
 
 
@@ -39,17 +39,18 @@ def check_memory(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -
     if memory.total <= hardware.usable_bytes:
         return
     largest_part, part_bytes = memory.list_by_size()[0]
-    requested = ""
+
+    requested_text = ""
     if (
         hardware.device_name == "cpu"
         and hardware.requested_host_bytes
         and not options.plan.memory_gb
     ):
-        requested = f"; {hardware.requested_host_bytes >> 20:,} MiB are requested per node"
+        requested_text = f"; {hardware.requested_host_bytes >> 20:,} MiB are requested per node"
     raise ConfigError(
         f"needs {format_bytes(memory.total)} per process, {format_bytes(part_bytes)} of it {largest_part}, but "
         f"{hardware.device_name} has {format_bytes(hardware.usable_bytes)} usable ({options.plan.memory_frac:.0%} of "
-        f"{format_bytes(hardware.device_bytes)}{requested}): {find_remedy(options, corpus, hardware)}"
+        f"{format_bytes(hardware.device_bytes)}{requested_text}): {find_remedy(options, corpus, hardware)}"
     )
 
 
@@ -58,9 +59,9 @@ def find_max_fitting_token_budget(
 ) -> int:
     """Find the largest token budget, up to MAX_TRIED_BUDGET, with which a run that fits still fits.
 
-    The search assumes that a larger budget needs more memory. It may need less, such as with fewer
-    micro-batches per step. Then the found budget may not be the largest: it fits, but one token more does
-    not.
+    The search assumes that a larger budget needs more memory. A larger budget may need less, for example if
+    it leaves fewer micro-batches per step. Then the found budget may not be the largest that fits, but one
+    token more does not fit.
     """
 
     def count_bytes(token_budget: int) -> int:
@@ -74,8 +75,8 @@ def find_max_fitting_token_budget(
 def find_remedy(options: PlanOptions, corpus: CorpusSize, hardware: Hardware) -> str:
     """Describe the first change, or combination of changes, that makes the run fit.
 
-    If the run needs more host memory than its job requests, the text also says to request more. Changes
-    may then need more host memory, too.
+    If the run needs more host memory than its job requests, the text also says to request more. A change
+    may then need more host memory than the job requests, too.
     """
     host_instructions = []
     if exceeds_host_memory(PlannedModel.measure(options, corpus, hardware), hardware):

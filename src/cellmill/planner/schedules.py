@@ -29,12 +29,12 @@ IDLE_UNITS = {
 def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int:
     """Count the micro-batches whose activations a pipeline rank holds at most.
 
-    A step has `micro_batches` of them. A micro-batch that both stages of the rank hold counts twice.
+    A step has `micro_batches` micro-batches. A micro-batch that both stages of the rank hold counts twice.
     """
     pp = parallel.pp
     later_ranks = pp - 1 - pp_rank
     all_at_once = micro_batches * parallel.n_stages // pp
-    # micro-batches by schedule
+    # micro-batches that the rank holds, by schedule
     in_flight = {
         # all forward passes come before the first backward pass
         "GPipe": all_at_once,
@@ -47,10 +47,10 @@ def count_in_flight(parallel: Parallel, pp_rank: int, micro_batches: int) -> int
         # backward pass: pp + later_ranks + 1. The rank computes gradients of weights later than gradients
         # of inputs, and so holds pp_rank more micro-batches. On every rank the sum is 2 pp.
         "InterleavedZeroBubble": 2 * pp,
-        # as much memory as on the first rank of 1F1B, which holds pp micro-batches of one stage; here a
-        # rank has two stages of half the size
+        # Every rank needs as much memory as the first rank of 1F1B, which holds pp micro-batches. Here a
+        # rank has two stages, each half as large as a stage of 1F1B.
         "ZBV": 2 * pp,
-        # as DualPipe on 2 pp ranks of one stage each; the V shape puts two of these stages on a rank
+        # as in DualPipe on 2 pp ranks of one stage each; the V shape puts two of these stages on one rank
         "DualPipeV": 2 * pp + 1,
     }
     return min(all_at_once, in_flight[parallel.schedule])

@@ -15,13 +15,13 @@ from cellmill.data.stream.micro_batches import MicroBatchRule, split_evenly, spl
 from cellmill.data.stream.order import OrderRule
 from cellmill.planner.measure.load import Load
 
-# Micro-batches are counted in at most so many of the first steps. Shards are preshuffled, so the cells of
+# Micro-batches are counted in at most this many of the first steps. Shards are preshuffled, so the cells of
 # any steps are a sample.
 MAX_SAMPLED_STEPS = 64
 # At most this many steps times data-parallel ranks are counted, but always one step.
 MAX_SAMPLED_CUTS = 4096
-# A pipeline cuts the cells of a rank evenly. Even cuts take longer to count, so at most so many steps and
-# ranks are cut evenly.
+# A pipeline cuts the cells of a rank evenly. Even cuts take longer to count, so they are counted in at most
+# this many steps and ranks.
 MAX_EVENLY_CUT_STEPS = 4
 MAX_EVENLY_CUT_RANKS = 4
 

@@ -10,7 +10,7 @@ from cellmill.parallel.apply import COMPUTE_DTYPE
 from cellmill.planner.devices import Device
 
 SIDE = 768  # rows and columns of the multiplied matrices
-MEASURED_S = 0.1  # the measurement takes at least these seconds
+MEASURED_S = 0.1  # seconds that the measurement takes at least
 # Assumed rate between processes, in GB/s, also for processes on different nodes. It is used only if a
 # run has several CPU processes.
 LINK_GB_PER_S = 10.0
