@@ -185,7 +185,7 @@ def test_checkpointing_keeps_only_inputs_of_blocks() -> None:
     )
     assert 1.8 * recomputed < chosen < 0.8 * kept
     block = SIZE.block.activations.per_token
-    selective = SIZE.selective.per_token
+    selective = SIZE.selective_activations.per_token
     width = SIZE.block_input.per_token
     assert chosen == pytest.approx(
         4 * _activations(selective, block - selective + width) * LONG, rel=0.15

@@ -147,7 +147,7 @@ def test_activations_equal_those_that_autograd_keeps(
     per_block = {
         None: size.block.activations,
         "full": size.block_input,
-        "selective": size.selective,
+        "selective": size.selective_activations,
     }
     model = build(given).to_empty(device="cpu")
     for parameter in model.parameters():

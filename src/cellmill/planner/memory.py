@@ -314,7 +314,7 @@ class _RankMemory:
         if checkpointing == "full":  # the block keeps only its input
             return self.model.count_block_input_bytes(self.micro_batch)
         return self._count_activation_bytes(
-            size.selective if checkpointing else size.block.activations
+            size.selective_activations if checkpointing else size.block.activations
         )
 
     @property

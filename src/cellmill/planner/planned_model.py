@@ -46,7 +46,7 @@ class PlannedModel:
     nproc_per_node: int  # processes per node
     keeps_average: bool = False  # True if train.ema_decay keeps an average of the trained weights
     optimizer_states: int = 2  # numbers in the optimizer's state per trained parameter
-    # A step of the optimizer allocates this many copies of the blocks' matrices, of the rank's shard.
+    # In a step, the optimizer allocates this many copies of the rank's shard of the blocks' matrices.
     optimizer_copies: int = 0
     pins_memory: bool = True  # False on CPUs, whose processes pin no host memory
 

@@ -117,7 +117,7 @@ class ModelSize:
     # whose blocks compute one row per cell. With sequence parallelism it is this rank's share. Tokens that
     # a view hides from the model do not count.
     block_input: Rates
-    selective: Rates  # `block.activations` with selective activation checkpointing
+    selective_activations: Rates  # `block.activations` with selective activation checkpointing
     block_workspace: Rates  # peak of a block's backward pass above its kept activations
     finish_workspace: Workspace
 
@@ -233,7 +233,7 @@ def _measure_size(spec: ModelSpec, method: Method, tp: int, sequence_parallel: b
         buffers=sum(buffer.numel() for buffer in whole_model.buffers()),
         flops=_count_flops(model, len(trained_by_block), by_length),
         block_input=by_length.fit(lambda passes: passes.block_input),
-        selective=_measure_selective(spec, method, tp, sequence_parallel),
+        selective_activations=_measure_selective(spec, method, tp, sequence_parallel),
         block_workspace=by_length.fit(lambda passes: passes.block.workspace),
         finish_workspace=finish.workspace,
     )
