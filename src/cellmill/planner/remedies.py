@@ -207,6 +207,7 @@ def _add_full_sharding(change: Change) -> Change:
         layout = change.hardware.divide(before)
     except ConfigError:  # on more nodes, groups of HYBRID_SHARD may not divide the processes
         return sharded
+    # a process holds as much as before if it has equal shards, and gathers equally many weights at once
     keeps_layout = change.hardware.divide(after) == layout
     keeps_gathered = before.reshards_after_forward == after.reshards_after_forward
     if before.shard_size is None and keeps_layout and (keeps_gathered or layout.dp == 1):
