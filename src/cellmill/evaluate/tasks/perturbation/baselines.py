@@ -1,7 +1,7 @@
 """Baselines that predict the changes of held-out units from the changes of fitted units.
 
-Each function gets the changes of all units, (U, G), and the indices of the `fitted` and of the
-`tested` units. It reads the changes of the fitted units only.
+The public functions get the `changes` of all units, (U, G), and the indices of the `fitted` and of the
+`tested` units. They read the changes of the fitted units only.
 
 Legend: U units (see `profiles.py`), G genes, F features of a unit.
 """
@@ -17,8 +17,9 @@ from cellmill.evaluate.features.expression import ALPHAS
 from cellmill.evaluate.methods import KNN, ByMethod
 from cellmill.runs.results import ScoredMethod
 
-SHORTEST = 1e-12  # vectors that are shorter are divided by this length, so that zeros stay zeros
-MIN_FITTED = 3  # fewest fitted units with features; with fewer, all predictions are the mean
+MIN_LENGTH = 1e-12  # vectors that are shorter are divided by this length, so that zeros stay zeros
+# predictions from features need at least this many fitted units with features; otherwise they are the mean
+MIN_FITTED = 3
 ChangesByMethod = dict[ScoredMethod, np.ndarray]
 """Predicted changes of the tested units, (test units, G), by method."""
 
@@ -88,7 +89,7 @@ def _predict_from_features(
 
 def _scale_to_length_1(vectors: np.ndarray) -> np.ndarray:
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / lengths.clip(SHORTEST)
+    return vectors / lengths.clip(MIN_LENGTH)
 
 
 def predict_new_contexts(
@@ -102,8 +103,9 @@ def predict_new_contexts(
     """Predict the changes in contexts, such as donors, that no fitted unit has.
 
     A tested unit is predicted from the fitted units of the same perturbation and dose. If this dose of
-    the perturbation was not fitted, it is predicted from the fitted units of all its doses. If the
-    perturbation was not fitted, the prediction is the mean change of all fitted units.
+    the perturbation was not fitted, the unit is predicted from fitted units of the perturbation at other
+    doses. If the perturbation was not fitted, the prediction is the mean change of all fitted units. In
+    row SAME_LINEAR it is then the intercept of a ridge regression, which is near this mean.
 
     `perturbation` and `dose`, both (U,), are the names of each unit's perturbation and dose.
     `controls`, (U, G), are the mean controls of the strata of each unit. Row SAME_NEAREST has the change
@@ -158,10 +160,10 @@ def sum_changes_of_parts(
     """(test units, G): sum of the changes under the parts of a combination, such as under A and under B
     for A+B.
 
-    The change under a part is the mean over fitted units whose whole perturbation is this part. Units
-    of the dose of the tested unit are preferred, and among these, units of its context. If there are
-    none, units of all doses, or of all contexts, are averaged. A part without fitted units adds
-    nothing. If no part has a fitted unit, the row is NaN.
+    The change under a part is the mean over fitted units whose whole perturbation is this part. If some
+    of these units have the dose of the tested unit, only they are averaged. If some of the remaining
+    units have its context, only they are averaged. A part without fitted units adds nothing. If no part
+    has a fitted unit, the row is NaN.
 
     `perturbation`, `dose` and `unit_context`, all (U,), are the names of each unit's perturbation, dose
     and context. `parts` are the names of the parts of each unit's perturbation.

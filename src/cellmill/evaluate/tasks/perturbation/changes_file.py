@@ -2,14 +2,16 @@
 It is one .h5ad, for metrics of other packages.
 
 X       log(1 + counts per 10,000) over the model's genes that the dataset has, CSR float32
-obs     a row for each control and for each scored cell of a held-out perturbation
+obs     a row for each control in a stratum with enough controls, and for each scored cell of a
+        held-out perturbation
         `group`: `start control` (controls that predictions start from), `measured control` (the other
         half of the controls), or `measured` (cells of held-out perturbations)
         `perturbation`: one of `perturbations` below, or the name of the control
         `stratum`: number of the cell's stratum (see `profiles.py`)
 var     Ensembl ids, and `symbol`
 uns["cellmill_changes"]
-        `perturbations`: names, each followed by ` | ` and the dose or the context if there is one
+        `perturbations`: names, each followed by ` | ` and the dose, and by ` | ` and the context, if there
+        are any
         `methods` and `kinds`: names and kinds of the methods
         `changes`: predicted changes, float32 (methods, perturbations, genes)
         `control`, `seed`, `model_digest`, `n_folds`
@@ -58,12 +60,14 @@ def write_changes(
     units, folds = _hold_out(context, config)
     tested = np.sort(np.concatenate([fold.tested for fold in folds]))
     changes = _predict_changes(units, folds, tested)
+
     # names of the tested units and of the control, and the cells that are written
     names = [units.unit_names[unit] for unit in tested.tolist()]
     is_control = context.roles[IS_CONTROL].fillna(False).to_numpy(bool)
     control = str(context.roles[controlled_role(context.roles)][is_control].iloc[0])
     obs = _describe_cells(units, tested, [*names, control])
     cells = np.flatnonzero(obs["group"].notna())
+
     # methods, with a note if the model was trained with labels
     methods = []
     for method in changes:

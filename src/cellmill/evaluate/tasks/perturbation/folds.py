@@ -1,11 +1,11 @@
 """Folds of units: groups to fit on, and groups to test.
 
-A group is what is held out together, such as all units of a donor. The folds depend on the groups of
-which the model saw cells:
+A group is what is held out together, such as all units of a donor. The folds depend on what the model
+saw in training and validation:
 
-- if it saw cells of some groups, one fold tests all other groups;
-- if it saw cells of no group, the folds test all groups in turn;
-- if it saw cells of all groups, there are no folds.
+- if the model saw cells of some groups, one fold tests all other groups;
+- if the model saw cells of no group, the folds test all groups in turn;
+- if the model saw cells of all groups, there are no folds.
 
 Perturbations that are tested in turn are divided anew in each repetition. Groups of other kinds are
 tested once. A split file says itself which units are fitted on, and which are tested.

@@ -1,7 +1,7 @@
 """Predicted changes of units, by the model and by baselines.
 
-A prediction reads the names of a tested unit (its perturbation, dose and context), the genes that it perturbs,
-and the strata of its cells. It never reads the expression of these cells.
+A prediction reads the perturbation, dose and context of a tested unit, the genes that the unit perturbs,
+and the strata of its cells. A prediction never reads the expression of these cells.
 
 Legend: U units (see `profiles.py`), G genes, F features of a unit.
 """
@@ -127,7 +127,7 @@ class ChangePredictor:
             n_same = is_same.sum(1, keepdims=True)
             if n_same.all():
                 predicted[CONTEXT_MEAN] = is_same @ changes[fold.fitted] / n_same
-        # combinations are among the tested units
+        # if combinations are among the tested units
         if max(len(parts[unit]) for unit in fold.tested) > 1:
             sums = sum_changes_of_parts(
                 changes,

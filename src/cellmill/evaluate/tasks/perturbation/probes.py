@@ -1,8 +1,7 @@
 """Probes of the metrics. A probe is a row with the prediction of another row, scaled or with noise added.
 
-A probe knows no more about the measured change than the prediction that was altered. If the probe
-scores better than this prediction, scores of the metric can rise without a better prediction. Probes are never
-ranked.
+A probe knows no more about the measured change than the prediction that it alters. If the probe scores
+better, scores of the metric can rise without a better prediction. Probes are never ranked.
 """
 
 from collections.abc import Sequence

@@ -243,9 +243,9 @@ def _find_contexts(
         roles = [other for other in get_args(ContextRole) if other in context.roles]
         example = next(statement.context for statement in statements if statement.context)
         raise DataError(
-            f"{path}: it has contexts, such as {example!r}, but "
-            f"{context.dataset} has no column {role}; name one in the table of datasets, or set split_context of task "
-            f"perturbation to a role that it has ({', '.join(roles) or 'none'})"
+            f"{path}: it has contexts, such as {example!r}, but {context.dataset} has no column {role}; name one in "
+            "the table of datasets, or set split_context of task perturbation to a role that it has "
+            f"({', '.join(roles) or 'none'})"
         )
     return {*text_values(context.roles[role].dropna()).tolist()}
 
