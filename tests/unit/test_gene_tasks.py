@@ -150,7 +150,7 @@ def test_only_a_planted_gene_set_is_found(
     assert result.figures["left_out"] == "small"
     assert result.figures["named_genes"] == result.figures["known_genes"] + 1
     printed = capsys.readouterr().out
-    assert "2 of 3 sets have 10 or more" in printed
+    assert "2 of 3 sets are used: training cells express at least 10 of their genes" in printed
     assert "left out: small" in printed
     json.dumps(result.to_json(), allow_nan=False)
     assert GeneEmbedding(config).run(planted).to_json() == result.to_json()
