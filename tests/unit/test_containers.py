@@ -4,6 +4,7 @@ or a line.
 
 import json
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import anndata as ad
@@ -106,14 +107,17 @@ def test_shared_columns_are_joined_by_name_without_obsmap(
         assert reader.obs["donor"].tolist() == DONORS[::2]
 
 
+@pytest.mark.parametrize("end", ["h5ad", "zarr"])
 def test_scaled_values_of_fewer_genes_do_not_hide_the_counts(
-    counts: sp.csr_matrix, tmp_path: Path
+    end: str, counts: sp.csr_matrix, tmp_path: Path
 ) -> None:
     """As MuDataSeurat writes an object with variable genes."""
-    path = h5ad(counts, tmp_path / "cells.h5ad")
-    with h5py.File(path, "a") as file:
-        file.move("X", "layers/counts")
-        file["X"] = np.ones((len(CELLS), 5))
+    path = tmp_path / f"cells.{end}"
+    data = ad.AnnData(counts, OBS, pd.DataFrame(index=GENES), layers={"counts": counts})
+    with h5py.File(path, "w") if end == "h5ad" else nullcontext(zarr.open_group(path)) as file:
+        write_elem(file, "/", data)
+        del file["X"]
+        write_elem(file, "X", np.ones((len(CELLS), 5)))
     with declared_names(path) as names:
         assert names is not None
         assert names.counts == ["counts"]
@@ -164,6 +168,7 @@ def test_attributes_of_fixed_length_are_read(
     with h5py.File(path, "w") as file:
         if end == "h5mu":
             write_mudata(file, {"one": rna_of(counts), "two": null}, DONORS)
+            write_elem(file, "mod/two/X", None)
         else:
             write_elem(file, "/", rna_of(counts))
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.io
 import scipy.sparse as sp
 import yaml
+from anndata.io import write_elem
 from small_corpus import write_corpus
 
 from cellmill.cli import main
@@ -181,6 +183,21 @@ def test_two_organisms_meet_on_orthologs(write: Callable[..., Path]) -> None:
     assert main(["init", "p", "--data", *files]) == 0
     assert load_config_of("p").corpora["p"].preprocess.reference_organism == "human"
     assert [row.get("organism") for row in table_of()] == [None, "mouse"]
+
+
+@pytest.mark.parametrize("x", [None, np.ones((80, 5), np.float32)])
+def test_counts_of_a_modality_are_found_in_its_layer(
+    x: np.ndarray | None, write: Callable[..., Path]
+) -> None:
+    """X is null, or has scaled values of variable genes, as muon and MuDataSeurat write it."""
+    data = ad.read_h5ad(write(layers={"counts": draw_counts(75)}))
+    with h5py.File("cells.h5mu", "w") as file:
+        write_elem(file, "mod/rna", data)
+        del file["mod/rna/X"]
+        write_elem(file, "mod/rna/X", x)
+    for number, path in enumerate(["cells.h5mu", "cells.h5mu#rna"]):
+        assert main(["init", f"p{number}", "--data", path]) == 0
+        assert table_of(f"p{number}")[0]["counts"].endswith("counts")
 
 
 def test_counts_in_a_layer_are_found_beside_logarithms(write: Callable[..., Path]) -> None:

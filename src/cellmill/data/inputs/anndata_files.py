@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import scipy.sparse as sp
 import zarr
@@ -56,7 +55,6 @@ from cellmill.data.inputs.source import (
 )
 from cellmill.data.packing.cell_file import OpenFiles
 from cellmill.errors import ConfigError, DataError
-from cellmill.files import read_json
 
 NOTES = "uns/cellmill"  # text on what preprocessing did to the counts
 ORDERED = f"{NOTES}/ordered"  # rows of X are sequences, or genes in rank order
@@ -169,16 +167,15 @@ def _look(path: Path, file: Any) -> dict[str, str]:
 
 
 def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
-    """Names in an open HDF5 file; None before anndata 0.7, and for a file of several AnnData."""
+    """Names in an open HDF5 file or Zarr group; None before anndata 0.7, and for a file of several AnnData."""
     if not is_anndata(file):
         return None
     obs = file["obs"]
-    columns = obs.attrs.get("column-order") if isinstance(obs, h5py.Group) else None
-    if not isinstance(columns, np.ndarray) or columns.ndim != 1:
+    columns = np.asarray(obs.attrs.get("column-order"), object)
+    if columns.ndim != 1:
         return None
     names = list(map(decode, columns))
-    groups = [name for name in names if isinstance(obs.get(name), h5py.Group)]
-    categories = {name: obs.get(f"{name}/categories") for name in groups}
+    categories = {name: obs.get(f"{name}/categories") for name in names}
     counts = []
     for name, (matrix, var) in _matrices(file).items():
         # MuDataSeurat keeps scaled values of the variable genes as X next to all genes
@@ -192,22 +189,11 @@ def _names_in_h5ad(path: Path, file: Any) -> DeclaredNames | None:
 
 
 def _names_in_zarr(path: Path, file: Any) -> DeclaredNames | None:
-    """Names in a Zarr folder, by its folders and JSON files."""
-    obs = path / "obs"
-    if (path / "mod").is_dir():
-        return None
-    try:
-        if (obs / "zarr.json").exists():  # version 3
-            attributes = read_json(obs / "zarr.json")["attributes"]
-        else:
-            attributes = read_json(obs / ".zattrs")
-        columns = [str(name) for name in attributes["column-order"]]
-    except (DataError, KeyError, TypeError):
-        return None
-    folders = {"X": path / "X", "raw": path / "raw" / "X"}  # raw may be null
-    for layer in sorted((path / "layers").glob("*")):
-        folders[_layer_name(layer.name)] = layer
-    return DeclaredNames(columns, [name for name, folder in folders.items() if folder.is_dir()])
+    """Names in a Zarr folder."""
+    for _ in _checked_files(path):
+        pass
+    with warnings.catch_warnings(action="ignore"):  # zarr's, of strings in version 3
+        return _names_in_h5ad(path, zarr.open_group(path, mode="r", use_consolidated=False))
 
 
 def _matrices(file: Any) -> dict[str, tuple[str, str]]:

@@ -119,7 +119,7 @@ def survey_file(path: Path | str) -> Survey:
         declared = names.counts if names is not None else []
     first = declared[0] if declared and "X" not in declared else "X"
     with ExitStack() as stack:
-        reader = stack.enter_context(open_dataset(local, first))
+        reader = stack.enter_context(_open_likeliest(local, first))
         if reader.ordered:
             kind = "genes in rank order" if reader.ranked else "sequences"
             raise DataError(f"{path}: has {kind}, not counts; start from config/examples")
@@ -144,6 +144,20 @@ def survey_file(path: Path | str) -> Survey:
             perturbations=find_perturbations(reader.obs, targets),
             thresholds=thresholds,
         )
+
+
+def _open_likeliest(path: Path, first: str) -> CountsReader:
+    """Open the matrix `first`, or else the layer `counts`.
+
+    X of a modality may be null, or have scaled values of fewer genes.
+    """
+    try:
+        return open_dataset(path, first)
+    except DataError as error:
+        try:
+            return open_dataset(path, "counts")
+        except DataError:
+            raise error from None
 
 
 def choose_columns(names: Collection[str]) -> dict[str, str]:
