@@ -107,9 +107,8 @@ class CellDigests(NamedTuple):
     """Content of the file cells.digest."""
 
     corpora: dict[str, CorpusDigests]  # by fingerprint of the corpus
-    unknown: list[
-        str
-    ]  # models that this model started from, but their training cells are not known
+    # models that this model started from, but their training cells are not known
+    unknown: list[str]
 
 
 def digest_corpus(manifest: Manifest) -> CorpusDigests:

@@ -38,9 +38,8 @@ Count = Annotated[int, Field(ge=0, lt=2**40)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 Stamps = dict[str, list[int] | None]  # the result of `read_stamp`, by file name
-IndexKind = Literal[
-    "offsets", "borders", "hashes", "levels", "numbers"
-]  # `index.py` describes each kind
+# `index.py` describes each kind
+IndexKind = Literal["offsets", "borders", "hashes", "levels", "numbers"]
 
 
 def name_index_file(split: str, kind: IndexKind) -> str:
@@ -58,9 +57,8 @@ class ShardEntry(_Entry):
     name: FileName
     n_obs: Count
     nnz: Count  # number of nonzeros: pairs of a cell and a gene with a count
-    dtype: Literal[
-        "uint16", "uint32"
-    ]  # type of the counts: uint32 if a count does not fit into uint16
+    # type of the counts: uint32 if a count does not fit into uint16
+    dtype: Literal["uint16", "uint32"]
     sha256: Digest  # digest of the file's bytes
     # digest of cell names, genes and counts. It does not depend on the library that wrote the file
     content: Digest
@@ -105,9 +103,8 @@ class CorpusSummary(_Entry):
 
     left_out: dict[str, Count]  # by dataset, the number of cells without any gene of the vocabulary
     obs_levels: dict[str, ObsLevels]  # by name, the obs columns that have levels
-    obs_numbers: dict[
-        str, Digest
-    ]  # by name, the obs columns that have numbers: digest of every cell's number
+    # by name, the obs columns that have numbers: digest of every cell's number
+    obs_numbers: dict[str, Digest]
     # True if the order of the entries of a row is data: rows are sequences, or genes in rank order
     ordered: bool
     # by dataset, the number of cells that equal an earlier cell. `shard.duplicates` keeps or drops them

@@ -149,9 +149,8 @@ class ObsColumn:
 
     name: str  # name in shards
     source: str  # name in the files of datasets
-    dtype: (
-        str | None
-    )  # type of numbers or booleans, as `find_stored_dtype` returns it; None for text
+    # type of numbers or booleans, as `find_stored_dtype` returns it; None for text
+    dtype: str | None
     present: list[bool]  # for each dataset, True if the dataset has the column
     # for text, the sorted values of all cells; None if there are more than `MAX_LEVELS` values
     values: list[str] | None = field(default_factory=list)
@@ -320,9 +319,8 @@ def write_columns(
 
     Returns the manifest's `obs_levels` and `obs_numbers`, and the entries of the written files by split.
     """
-    offsets = row_offsets(
-        sizes
-    )  # index of each dataset's first cell among the cells of all datasets
+    # index of each dataset's first cell among the cells of all datasets
+    offsets = row_offsets(sizes)
     index: dict[str, dict[IndexKind, IndexEntry]] = {split: {} for split in cells_by_split}
     cells_by_split = {split: cells for split, cells in cells_by_split.items() if len(cells)}
 

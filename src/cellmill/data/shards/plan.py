@@ -67,9 +67,8 @@ class ShardPlan(CorpusSummary):
     cells_per_shard: int
     gene_order: Annotated[GeneOrder, Field(alias="order")]  # the file calls it `order`
     n_obs: dict[str, int]  # number of cells of each split
-    index: dict[
-        str, dict[IndexKind, IndexEntry]
-    ]  # by split, files of the index that are already written
+    # by split, files of the index that are already written
+    index: dict[str, dict[IndexKind, IndexEntry]]
     columns: list[ObsColumn]
 
     @cached_property

@@ -16,7 +16,7 @@ class FieldAxis:
     """The first axis of a field of `Batch`: it has an entry per token, or an entry per cell."""
 
     name: Literal["token", "cell"]
-    pad: float = 0  # value of the field in tokens or cells of padding
+    pad: float = 0  # value of the field where a token or cell is padding
 
 
 # metadata of fields that have an entry per token or per cell
@@ -32,9 +32,9 @@ class Batch:
 
     A batch may be empty: it then has no cells and no tokens, and `cu_seqlens` is [0].
 
-    This class declares all arrays that have an entry per token or per cell. Method `map` slices, pads
-    and copies them, so a new array needs no further code. Objectives read all arrays. Models read only
-    the fields in `models.batch.SHOWN`.
+    All arrays with an entry per token or per cell are declared here. Batches are sliced and padded by
+    `map`, which changes all of these arrays. Objectives read all arrays. Models read only the fields in
+    `models.batch.SHOWN`.
     """
 
     # (tokens,) int32, as a tensor int64: row of the token's gene in the vocabulary + len(SPECIAL)

@@ -24,7 +24,7 @@ from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.tokenizer import Tokenizer, tokenize_to_batch
 from cellmill.errors import DataError
 
-# any constant, here "ZERO" in ASCII: draws of undetected genes then differ from draws of detected genes
+# any constant, here "ZERO" in ASCII. It makes draws of undetected genes differ from draws of detected genes
 _UNDETECTED_KEY = np.uint64(0x5A45524F)
 _NO_LIMIT = 2**31 - 1  # a `max_tokens` that is larger than the number of genes of any cell
 _N_DECIMALS = 6  # numbers are rounded to so many decimals before they are rounded down
@@ -40,16 +40,16 @@ def _round_down(numbers: Any) -> Any:
 
 
 def _compute_max_detected_tokens(max_tokens: int, zero_frac: float) -> int:
-    """Compute how many tokens of a cell may be detected genes, from two options of `Tokens`."""
+    """Compute how many tokens of a cell may be detected genes. The arguments are options of `Tokens`."""
     return max(1, int(_round_down(max_tokens * (1 - zero_frac))))
 
 
 def count_detected_and_undetected_tokens(
     options: Tokens, genes_per_cell: np.ndarray, n_genes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Count the tokens of each cell that are detected genes, and those that are undetected genes.
+    """Count the tokens of each cell: first the detected genes, then the undetected genes.
 
-    Returns both numbers of each cell, `(cells,)` int64 each. `genes_per_cell`, `(cells,)`, has the number
+    Returns two arrays, `(cells,)` int64 each. `genes_per_cell`, `(cells,)`, has the number
     of detected genes of each cell. The vocabulary has `n_genes` genes.
 
     At most a fraction `zero_frac` of the tokens are undetected genes. The fraction is smaller if the

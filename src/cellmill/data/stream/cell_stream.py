@@ -68,7 +68,7 @@ class SplitSource:
 
 
 class CellStream:
-    """Cells of one split as micro-batches for one data rank. Iterate over it to read them.
+    """Cells of one split as micro-batches for one data rank. Iterating over a stream reads the cells.
 
     `source` says which cells are read. `order_options` says in which order, and whether the stream is for
     training. `token_options` is section `tokens` of the configuration. `micro_batch_rule` says how a step
@@ -86,7 +86,8 @@ class CellStream:
 
     Raises DataError if
 
-    - the manifest or a shard is missing or damaged, or they do not match;
+    - the manifest or the index is missing or damaged, or they do not match;
+    - a shard is missing or damaged. Most shards are opened only during an iteration;
     - an obs column is missing, or does not have the levels or numbers that are read;
     - the split has no cells, or, in training, fewer cells than there are data ranks;
     - `token_options` need an order of genes by variability, and the vocabulary has none.
@@ -162,7 +163,7 @@ class CellStream:
         All ranks yield the same number of micro-batches in a step, so some may be empty.
 
         In training the iterator is endless. It begins at the state that was loaded last, or where the last
-        iteration ended. Otherwise it is one epoch, always from its start.
+        iteration ended. Otherwise the iterator yields one epoch, always from the start of the epoch.
 
         A new iteration ends an earlier iteration when its first step is read. A loop over the earlier
         iteration then ends without an error.
@@ -196,8 +197,8 @@ class CellStream:
     ) -> Iterator[list[list[Batch]]]:
         """Yield the micro-batches of each group of steps.
 
-        The thread of `pool` makes the micro-batches of `_GROUPS_AHEAD` further groups meanwhile. The iterator
-        ends early if `_stop_tokenizing` shuts `pool` down.
+        While a group is in use, the thread of `pool` makes the micro-batches of the next `_GROUPS_AHEAD` groups.
+        The iterator ends early if `_stop_tokenizing` shuts `pool` down.
         """
         # each `next` reads a group and tokenizes it
         tokenized = map(self._batch_maker.make_micro_batches, groups)
@@ -258,7 +259,7 @@ class CellStream:
                 "expected a stream for training, got one that reads its split from the start; load the state "
                 "into a stream for training (split train of a TensorStream)"
             )
-        # a state of an earlier version may lack an option. This version then behaved as with the default
+        # a state of an earlier version may lack an option. That version behaved as the option's default does now
         has_weights = state.get("weight_by") is not None
         defaults = _find_fixed_stream_options(Stream.model_validate({}), has_weights)
         # earlier versions rounded up the reads of the levels with the largest remainders, in every epoch

@@ -20,9 +20,8 @@ class StepSplits(NamedTuple):
 
     offsets: list[int]  # the last offset is the number of cells
     n_filled: list[int]  # for each step, the number of micro-batches that are not empty
-    n_batches: list[
-        int
-    ]  # for each step, the number of all micro-batches; every rank has the same number
+    # for each step, the number of all micro-batches; every rank has the same number
+    n_batches: list[int]
 
 
 @dataclass(frozen=True)

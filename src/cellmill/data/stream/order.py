@@ -10,8 +10,8 @@ In training, the blocks are permuted first. Full blocks are then dealt to the la
 one block per round. The blocks of an incomplete round, and all shorter blocks, are split so that every lane
 gets a share.
 
-A step takes `step_cells_per_lane` cells of each lane. With `equal_steps`, all steps of the epoch take an
-equal share of its cells. A step takes the same cells for any number of data ranks. The order is a function
+A step takes `step_cells_per_lane` cells of each lane. With `equal_steps`, each step takes an equal share of the
+epoch's cells, rounded to whole cells. A step takes the same cells for any number of data ranks. The order is a function
 of the seed, the epoch, the lane and the window, so a run reaches any step without replaying earlier steps.
 
 With a `LevelSampler`, some cells are read several times in an epoch, and others not at all. A block is then
@@ -77,9 +77,8 @@ class OrderRule:
 
     options: OrderOptions
     shard_cells: tuple[int, ...]  # number of cells in each shard
-    max_cells: int | None = (
-        None  # read only this many cells, the first in disk order; None: read all
-    )
+    # an epoch reads only this many cells, the first in disk order. None: it reads all cells
+    max_cells: int | None = None
     level_sampler: LevelSampler | None = None  # None: each cell is read once in an epoch
 
     @classmethod
@@ -201,6 +200,7 @@ class EpochOrder:
         self.lane_cells = [int(offsets[-1]) for offsets in window_offsets]
 
     def n_windows(self, lane: int) -> int:
+        """Return the number of windows of a lane."""
         return len(self.window_offsets[lane]) - 1
 
     def find_window(self, lane: int, position: int) -> int:
@@ -235,8 +235,8 @@ class EpochOrder:
     def make_window_order(self, lane: int, window_number: int) -> np.ndarray:
         """Return the order in which a window's cells are read, `(cells,)` int64.
 
-        Entry i is the index of the cell that is read as number i. Indices number the cells of the window span
-        after span. In training the order is random.
+        Entry i is the index of the cell that is read at position i of the window. Indices number the cells of
+        the window span after span. In training the order is random.
         """
         start, stop = self.window_offsets[lane][window_number : window_number + 2].tolist()
         if not self.rule.options.is_training:

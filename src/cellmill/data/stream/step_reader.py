@@ -60,8 +60,8 @@ class WindowSetQueue:
     def _count_group_steps(self, global_step: int, cells_per_step: np.ndarray) -> int:
         """Count the steps to take together. There is at least one.
 
-        A further step is added on two conditions. It has no cells in the second window set, because cells of
-        two window sets would have to be copied. And the group has at most `_MAX_GROUP_CELLS` cells with it.
+        Another step is added if the group then has at most `_MAX_GROUP_CELLS` cells. But a step with cells in
+        the second window set is not added, because cells of two window sets would have to be copied.
         """
         if len(self._started) > 1:
             first_of_second = int(self._started[1].cells.global_steps[0])
@@ -70,7 +70,7 @@ class WindowSetQueue:
         return max(1, int(np.searchsorted(total, _MAX_GROUP_CELLS, side="right")))
 
     def _take_cells(self, global_step: int, n_steps: int, n_cells: int) -> StreamCells:
-        """Take the cells of `n_steps` steps, beginning with step `global_step`. These are `n_cells` cells."""
+        """Take the cells of `n_steps` steps, beginning with step `global_step`. There are `n_cells` cells."""
         pieces = []  # one per window set that has some of the cells
         n_left = n_cells
         index = 0
@@ -92,9 +92,8 @@ class StepGroup:
     """Consecutive steps of an epoch. Only the cells of this data rank are read."""
 
     epoch: int
-    genes_per_cell: (
-        np.ndarray
-    )  # `(cells of all ranks,)`: number of genes. Cells are sorted by step, then rank
+    # `(cells of all ranks,)`: number of genes. Cells are sorted by step, then rank
+    genes_per_cell: np.ndarray
     cells_by_rank: np.ndarray  # `(steps, ranks)` int64: number of cells of each rank in each step
     local_cells: StreamCells  # the cells of this data rank, in stream order
 
@@ -230,10 +229,9 @@ class StepReader:
         # split the numbers of this rank by step
         stops = np.cumsum(cells_by_rank[:-1, self._data_rank])
         local_by_step = np.split(local_genes_per_cell, stops)
-        # in each step, insert them between the numbers of lower ranks and of higher ranks
-        n_before_by_step = (
-            cells_by_rank[:, : self._data_rank].sum(1).tolist()
-        )  # cells of lower ranks
+        # in each step, insert these numbers between the numbers of lower ranks and of higher ranks
+        # number of cells of lower ranks in each step
+        n_before_by_step = cells_by_rank[:, : self._data_rank].sum(1).tolist()
         cells_by_other_lane = cells_by_lane[:, self._other_lanes]
         pieces = []
         for local, n_before, lane_cells in zip(

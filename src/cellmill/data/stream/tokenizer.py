@@ -15,9 +15,8 @@ class CellTokens(NamedTuple):
 
     token_ids: np.ndarray  # (tokens,) int32
     values: np.ndarray  # (tokens,), of the tokenizer's `dtype`
-    cu_seqlens: (
-        np.ndarray
-    )  # (cells + 1,) int32: index of each cell's first token, and the number of tokens
+    # (cells + 1,) int32: index of each cell's first token, and the number of tokens
+    cu_seqlens: np.ndarray
 
 
 class Tokenizer(Protocol):

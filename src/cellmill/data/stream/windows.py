@@ -35,9 +35,9 @@ _TARGET_TASKS = 32
 
 
 class ByteSpans(NamedTuple):
-    """Where the bytes of spans of packed cells are in their shards, and in the buffer of a window set.
+    """Positions of the bytes of packed cells: in their shards, and in the buffer of a window set.
 
-    Arrays are `(spans,)` int64.
+    Each span of cells has an entry. Arrays are `(spans,)` int64.
     """
 
     shards: np.ndarray  # number of the shard in its split
@@ -171,7 +171,9 @@ class WindowReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read_window_sets(self, epoch: int, lane_starts: np.ndarray) -> Iterator[WindowSet]:
-        """Start to read the next window set, and yield it, again and again. In training this is endless.
+        """Yield the window sets in order. The reads of a window set have been started when it is yielded.
+
+        In training the iterator is endless. Otherwise it stops at the end of the epoch.
 
         `lane_starts`, `(lanes,)`, has the position of the first cell to read in each lane, also in the lanes
         of other ranks. A lane begins with the window that has this cell. A lane without such a cell begins
@@ -256,10 +258,10 @@ class WindowReader:
         return np.repeat(first_ids, spans.cells_per_span) + positions
 
     def _allocate(self, spans: CellSpans) -> tuple[ByteSpans, PackedCells]:
-        """Allocate a buffer for the packed cells of `spans`, which are to lie in it span after span.
+        """Allocate a buffer for the packed cells of `spans`. The cells are to lie there span after span.
 
-        Returns where the bytes are read from and to, and the packed cells in the order of the spans. The
-        bytes are not read yet.
+        Returns the positions of the bytes in the shards and in the buffer, and the packed cells in the order of
+        the spans. The bytes are not read yet.
         """
         gene_starts, count_starts, stops = self._find_bytes(spans)
         # the bytes of a span begin with the genes of its first cell, and end with the counts of its last cell
