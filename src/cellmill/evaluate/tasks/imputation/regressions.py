@@ -1,8 +1,8 @@
 """Regressions that predict hidden genes from features of the visible genes.
 
 Each regression is fitted twice: to standardised features, and to the features without scaling.
-Standardising gives more weight to components with a small variance. This helps or hurts, depending on the number of
-cells.
+Standardising gives more weight to components with a small variance. This helps or hurts, depending on
+the number of cells.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
 """

@@ -161,10 +161,10 @@ class Imputation(Task):
         `is_expressed` is a mask over the vocabulary. Raises DataError if none or all of the measured genes
         would be hidden.
         """
-        row_of_name = rows_of_names(names, context.model.vocabulary)
+        row_by_name = rows_of_names(names, context.model.vocabulary)
         rows = []
         left_out = []
-        for name, row in row_of_name.items():
+        for name, row in row_by_name.items():
             if row >= 0 and is_expressed[row]:
                 rows.append(row)
             else:
@@ -173,7 +173,7 @@ class Imputation(Task):
         option = "evaluate.tasks.imputation.genes"
         if len(genes) == 0:
             raise DataError(
-                f"{option}: none of {len(row_of_name):,} named genes is known to the model and expressed in at least "
+                f"{option}: none of {len(row_by_name):,} named genes is known to the model and expressed in at least "
                 f"{self.config.min_cells} scored cells of {context.dataset} (min_cells); name at least one that is"
             )
         if len(genes) == len(context.measured_genes):

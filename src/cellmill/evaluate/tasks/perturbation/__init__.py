@@ -1,1 +1,3 @@
-"""Task `perturbation`: units that are held out, their changes, scores, and the file for other packages."""
+"""Task `perturbation`: units of cells that are held out, predictions of their changes of expression, the
+scores of these predictions, and a file of the predictions for other packages.
+"""

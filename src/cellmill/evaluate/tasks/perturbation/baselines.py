@@ -21,7 +21,7 @@ MIN_LENGTH = 1e-12  # vectors that are shorter are divided by this length, so th
 # predictions from features need at least this many fitted units with features; otherwise they are the mean
 MIN_FITTED = 3
 ChangesByMethod = dict[ScoredMethod, np.ndarray]
-"""Predicted changes of the tested units, (test units, G), by method."""
+"""Predicted changes of the tested units, (tested units, G), by method."""
 
 NO_CHANGE = ScoredMethod("no change")
 MEAN = ScoredMethod("mean")
@@ -70,14 +70,14 @@ def _predict_from_features(
     fitted_changes: np.ndarray,
     neighbors: int,
 ) -> dict[str, np.ndarray]:
-    """Predicted changes of the tested units, (test units, G) by classifier: by ridge regression, by the
+    """Predicted changes of the tested units, (tested units, G) by classifier: by ridge regression, by the
     change of the most similar fitted unit, and by the mean change of the `neighbors` most similar
     fitted units.
 
-    Features are standardised, (fitted units, F) and (test units, F).
+    Features are standardised, (fitted units, F) and (tested units, F).
     """
     ridge = RidgeCV(ALPHAS).fit(fitted_features, fitted_changes)
-    # (test units, fitted units): indices of the fitted units, the most similar one first
+    # (tested units, fitted units): indices of the fitted units, the most similar one first
     cosine = _scale_to_length_1(tested_features) @ _scale_to_length_1(fitted_features).T
     by_similarity = np.argsort(-cosine, axis=1, kind="stable")
     return {
@@ -119,7 +119,7 @@ def predict_new_contexts(
     names = np.stack([perturbation, dose])
     pair = np.unique(names, axis=1, return_inverse=True)[1].ravel()
     is_pair = (pair[:, None] == np.unique(pair[fitted])).astype(float)
-    # (test units, pairs of fitted units): the pairs that a tested unit is predicted from, as shares
+    # (tested units, pairs of fitted units): the pairs that a tested unit is predicted from, as shares
     pair_shares = np.zeros((len(tested), is_pair.shape[1]))
     for row, unit in enumerate(tested):
         same = fitted[perturbation[fitted] == perturbation[unit]]
@@ -157,7 +157,7 @@ def sum_changes_of_parts(
     unit_context: np.ndarray,
     parts: Sequence[Sequence[str]],
 ) -> np.ndarray:
-    """(test units, G): sum of the changes under the parts of a combination, such as under A and under B
+    """(tested units, G): sum of the changes under the parts of a combination, such as under A and under B
     for A+B.
 
     The change under a part is the mean over fitted units whose whole perturbation is this part. If some

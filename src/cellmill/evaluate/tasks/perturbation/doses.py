@@ -203,7 +203,7 @@ def predict_new_doses(
     compound: np.ndarray,
     log_dose: np.ndarray,
 ) -> ChangesByMethod:
-    """Predict the changes of the `tested` units, (test units, G) by method, at doses that no fitted
+    """Predict the changes of the `tested` units, (tested units, G) by method, at doses that no fitted
     unit of the compound has.
 
     `changes`, (U, G), `compound` and `log_dose`, both (U,), describe all units. `fitted` and `tested`

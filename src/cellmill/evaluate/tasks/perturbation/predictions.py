@@ -75,7 +75,7 @@ class ChangePredictor:
         )
 
     def predict(self, folds: list[Fold]) -> Iterator[ChangesByMethod]:
-        """Predicted changes of the units that each fold tests, (test units, G) by method."""
+        """Predicted changes of the units that each fold tests, (tested units, G) by method."""
         for fold in folds:
             predicted = self._predict_from_fitted(fold)
             if self.responses is not None:
@@ -122,7 +122,7 @@ class ChangePredictor:
         parts = [units.name_divider.divide_or_keep(name) for name in units.perturbation.tolist()]
         predicted: ChangesByMethod = {}
         if any(units.unit_context):
-            # (test units, fitted units): True if both are of the same context
+            # (tested units, fitted units): True if both are of the same context
             is_same = units.unit_context[fold.tested][:, None] == units.unit_context[fold.fitted]
             n_same = is_same.sum(1, keepdims=True)
             if n_same.all():

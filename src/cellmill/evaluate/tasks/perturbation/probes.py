@@ -17,8 +17,8 @@ from cellmill.evaluate.tasks.perturbation.baselines import ChangesByMethod
 from cellmill.runs.results import ScoredMethod
 
 SCALES = (0.5, 2.0)  # factors of the scaled predictions
-# A difference of scores up to this one is a rounding error. Scaling, for example, changes the Pearson
-# correlation by rounding only.
+# Differences of scores up to this number are rounding errors. For example, scaled predictions have the
+# same Pearson correlation up to rounding.
 ROUNDING = 1e-9
 
 

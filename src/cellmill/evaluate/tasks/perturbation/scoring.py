@@ -36,7 +36,7 @@ Scores = dict[str, ByMethod]
 
 
 class ChangePair(NamedTuple):
-    """Predicted and measured changes of the tested units, (test units, G) float64 each."""
+    """Predicted and measured changes of the tested units, (tested units, G) float64 each."""
 
     predicted: np.ndarray
     measured: np.ndarray
@@ -68,7 +68,7 @@ def score_folds(predictor: ChangePredictor, folds: list[Fold]) -> PerturbationSc
 def score_predictions(
     units: PerturbedUnits, folds: list[Fold], predictions: Iterable[ChangesByMethod]
 ) -> Scores:
-    """Scores of predicted changes. `predictions` are, for each fold, (test units, G) by method.
+    """Scores of predicted changes. `predictions` are, for each fold, (tested units, G) by method.
 
     The changes are measured in the scored cells, from the half of the controls that predictions do not
     start from.
@@ -150,7 +150,7 @@ def _halve_cells(units: PerturbedUnits, repetition: int) -> np.ndarray:
 def predict_probes(
     predictor: ChangePredictor, folds: list[Fold], methods: list[ScoredMethod]
 ) -> Iterator[ChangesByMethod]:
-    """Predicted changes of the probes of `methods`: for each fold, (test units, G) by probe."""
+    """Predicted changes of the probes of `methods`: for each fold, (tested units, G) by probe."""
     noise = predictor.units.config.probe_noise
     seed = predictor.units.context.options.seed
     for fold, predicted in zip(folds, predictor.predict(folds)):

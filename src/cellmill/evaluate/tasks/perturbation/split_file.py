@@ -80,8 +80,8 @@ def find_names(context: Context, are_controls: bool) -> set[str]:
 
 
 class NameDivider:
-    """Divides the names of perturbations into parts. Names of controls are left out, and the other parts are
-    sorted.
+    """Divides the names of perturbations into parts. Parts that stand for a control are left out, and the
+    other parts are sorted.
     """
 
     def __init__(self, context: Context, delimiter: str) -> None:
