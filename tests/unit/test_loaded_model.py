@@ -165,18 +165,21 @@ def test_predictions_of_all_heads_equal_the_command(
     }
     entries["tissue"]["calibration"] = about
     heads = {"classifier": entries["cell_type"], "more_classifiers": {"tissue": entries["tissue"]}}
-    for name, given, written in (("all", parts | numbers, heads), ("numbers", numbers, {})):
+    for name, given, written, thresholds in (
+        ("all", parts | numbers, heads, {"min_probability": 0.4}),
+        ("numbers", numbers, {}, {}),
+    ):
         objective: dict[str, Any] = {"objective": "sum", "parts": given, "levels": levels}
         model = with_config(
             export_model(tmp_path / name, folder / "vocabulary.tsv", seed=1, **objective), **written
         )
-        options = PredictOptions.model_validate({"embed": {}, "predict": {"min_probability": 0.4}})
+        options = PredictOptions.model_validate({"embed": {}, "predict": thresholds})
         predict.predict(
             options=options, model=model, input=simulated, counts="X", out=tmp_path / "out.h5ad"
         )
         expected = ad.read_h5ad(tmp_path / "out.h5ad")
         adata = ad.read_h5ad(simulated)
-        made = cellmill.load(model).predict(adata, min_probability=0.4)
+        made = cellmill.load(model).predict(adata, **thresholds)
         made.add_to(adata)
         adata.write_h5ad(tmp_path / "added.h5ad")
         added = ad.read_h5ad(tmp_path / "added.h5ad")
