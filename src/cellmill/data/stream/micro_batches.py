@@ -14,8 +14,8 @@ from cellmill.data.stream.batch import Batch
 class StepSplits(NamedTuple):
     """The micro-batches into which a data rank splits its cells of some consecutive steps.
 
-    Micro-batch i of those that are not empty has cells `offsets[i]:offsets[i + 1]` of the rank's cells in
-    these steps.
+    The rank's cells of these steps are numbered from 0. Among the micro-batches that are not empty, number i has
+    cells `offsets[i]:offsets[i + 1]`.
     """
 
     offsets: list[int]  # the last offset is the number of cells

@@ -32,13 +32,16 @@ import numpy as np
 from cellmill.config.options import TrainOptions
 from cellmill.config.run import Stream
 from cellmill.data.keys import BLOCKS, WINDOW, permutation
-from cellmill.data.rows import choose_rows, iterate_rows, row_offsets
+from cellmill.data.rows import choose_rows, positions_in_rows, row_offsets
 from cellmill.data.stream.level_sampler import LevelSampler
 
 # last part of the key of each permutation of blocks or passes, so that these permutations differ
 _FULL_BLOCKS = 0
 _SHORT_BLOCKS = 1
 _PASSES = 2
+
+# `WeightedOrder` lists the cells of several passes at once: their blocks have about this many cells at most
+_MAX_CELLS_AT_ONCE = 1 << 16
 
 
 class DataRank(NamedTuple):
@@ -344,14 +347,20 @@ class WeightedOrder(EpochOrder):
 
     def _list_cells(self, start: int, stop: int) -> np.ndarray:
         """List the cells of reads `start:stop`, `(reads,)` int64."""
-        # list the cells of the passes first to last, which have these reads. Then slice the list
+        # list the cells of passes first to last, which have these reads. Then slice the list
         passes_of_ends = np.searchsorted(self._pass_offsets, [start, stop - 1], side="right") - 1
         first, last = passes_of_ends.tolist()
+        passes_at_once = max(1, _MAX_CELLS_AT_ONCE // self.rule.options.stream.block_cells)
         cells_of_passes = []
-        passes = choose_rows(self._passes, slice(first, last + 1))
-        for first_cell, stop_cell, pass_number, _ in iterate_rows(passes):
-            is_read = self._times_read[first_cell:stop_cell] >= pass_number
-            cells_of_passes.append(first_cell + np.flatnonzero(is_read))
+        for first_at_once in range(first, last + 1, passes_at_once):
+            stop_at_once = min(first_at_once + passes_at_once, last + 1)
+            passes = choose_rows(self._passes, slice(first_at_once, stop_at_once))
+            # list all cells of the blocks of these passes, then keep the cells that each pass reads
+            block_sizes = passes.stops - passes.starts
+            positions = positions_in_rows(row_offsets(block_sizes))
+            cells = np.repeat(passes.starts, block_sizes) + positions
+            is_read = self._times_read[cells] >= np.repeat(passes.pass_numbers, block_sizes)
+            cells_of_passes.append(cells[is_read])
         n_skipped = start - int(self._pass_offsets[first])
         return np.concatenate(cells_of_passes)[n_skipped : n_skipped + stop - start]
 

@@ -22,9 +22,9 @@ class CellTokens(NamedTuple):
 class Tokenizer(Protocol):
     """Turns the genes of cells into tokens.
 
-    A tokenizer implements the options `config.parts.tokens.Tokens`, and is constructed with these options.
-    It computes all cells at once with array code, and the tokens depend on nothing but the cells and the
-    options.
+    The options of a tokenizer are a subclass of `config.parts.tokens.Tokens`. A tokenizer is constructed with
+    these options. Its tokens depend only on the cells and the options. It handles all cells of a call at once,
+    with array code.
 
     The tokens of a cell are its first `max_tokens` genes, in the order in which the cell has them. If
     `truncation` is not top, or `zero_frac` is above 0, `BatchTokenizer` chooses the genes itself. It then
