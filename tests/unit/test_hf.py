@@ -26,6 +26,7 @@ from cellmill.finetune.method import Depth
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
 from cellmill.models.export import initial_tensors, load_model
+from cellmill.models.families.hf import HfModel, write_transformers
 from cellmill.parallel.materialize import materialize
 from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.size import measure_size
@@ -51,6 +52,12 @@ TYPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
     "llama": SHAPE,
     "qwen3": SHAPE | {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma3_text": SHAPE
+    | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2},
+    "qwen2": SHAPE
+    | {"num_key_value_heads": 2}
+    | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4},
+    "modernbert": SHAPE | {"local_attention": 4, "global_attn_every_n_layers": 2},
 }
 TOKENS = {"tokenizer": "sequence", "max_tokens": 100}
 MASKED = {"name": "masked_gene", "cell_loss_weight": 0}
@@ -59,6 +66,9 @@ BEHIND: dict[str, set[str]] = {
     "gpt2": {"body.ln_f.weight", "body.ln_f.bias"},
     "llama": {"body.norm.weight"},
     "qwen3": {"body.norm.weight"},
+    "gemma3_text": {"body.norm.weight"},
+    "qwen2": {"body.norm.weight"},
+    "modernbert": {"body.final_norm.weight"},
 }
 """Parameters behind the blocks; the blocks of the other types end with a norm of their own."""
 SEQUENCES = ("MQIFVKTLTG", "GIVEQCCTSICSLYQLENYCN", "MKU")
@@ -255,6 +265,37 @@ def test_every_model_type_equals_transformers(kind: str) -> None:
     assert size.parameters == sum(parameter.numel() for parameter in network.parameters())
     assert size.n_blocks == 2
     assert size.flops.count(Load(1, 0, 0)) > 6 * size.n_blocks * size.block.parameters * 0.9
+
+
+@pytest.mark.parametrize("kind", ["mpnet", "deberta-v2", "gpt_neo"])
+def test_types_whose_blocks_return_more_are_refused(kind: str) -> None:
+    shape = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
+    options = {"model_type": kind} | (shape if kind == "gpt_neo" else {})
+    network = made({"weights": "random", "architecture": SHAPE | options})
+    with pytest.raises(ConfigError, match=f"model_type {kind} is not supported"):
+        network.embed(batch())
+
+
+def test_an_export_that_computes_other_states_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    VOCABULARY.write(tmp_path / "vocabulary.tsv")
+    config = transformers.Qwen2Config(**TYPES["qwen2"], vocab_size=9, initializer_range=0.2)
+    transformers.Qwen2Model(config).save_pretrained(tmp_path / "theirs")
+    model: dict[str, Any] = dict.fromkeys(SMALL) | {"family": "hf", "objective": "masked_gene"}
+    model |= {"path": str(tmp_path / "theirs")}
+    exported = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS, **model)
+    write_transformers(exported, tmp_path / "right")
+    through = HfModel.through
+
+    def with_one_mask(self: Any, x: Any, prepared: Any) -> Any:
+        self.calls[:] = self.calls[:1] * len(self.calls)
+        return through(self, x, prepared)
+
+    monkeypatch.setattr(HfModel, "through", with_one_mask)
+    with pytest.raises(DataError, match="transformers computes other states than cellmill"):
+        write_transformers(exported, tmp_path / "wrong")
+    assert not (tmp_path / "wrong" / "config.json").exists()
 
 
 def test_the_pickle_of_a_folder_is_never_read(folder: Path, tmp_path: Path) -> None:

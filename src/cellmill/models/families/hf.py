@@ -1,9 +1,10 @@
 """hf: a model of the transformers library, run on packed batches and written for `from_pretrained`.
 
 The blocks of its main ModuleList move to `blocks`, which layouts shard and recompute one by one. A
-`Passage` replaces them, so the code before and after the blocks remains transformers' own. `begin`
-runs the model until it calls the passage, which keeps the arguments for the blocks. `norm_output` runs
-it again: the passage then returns the output of the last block, and the code after the blocks follows.
+`Passage` replaces each, so the code before and after the blocks remains transformers' own. `begin`
+runs the model until it calls the last passage; each keeps the arguments for its block, since layers
+may differ in mask and positions. `norm_output` runs it again: the last passage then returns the output
+of the last block, and the code after the blocks follows.
 
 transformers has no packed attention that all models share, so cells are padded to the longest of
 the micro-batch. The head of masked_gene has the form of the language-model head of BERT, RoBERTa
@@ -29,6 +30,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from cellmill.config.parts.families import HfConfig
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
+from cellmill.data.stream.batch import Batch
 from cellmill.errors import ConfigError, DataError
 from cellmill.files import atomic_path
 from cellmill.models.batch import EncoderBatch
@@ -92,24 +94,30 @@ def _make_architecture(config: HfConfig, vocab_size: int, ids: dict[str, int] | 
 
 
 class _Reached(Exception):
-    """Raised by the passage: the code before the blocks has run."""
+    """Raised by the last passage: the code before the blocks has run."""
 
 
 class Passage(nn.Module):
-    """Stand-in for the blocks in transformers' model: keeps their arguments, or returns their output."""
+    """Stand-in for a block in transformers' model, with the names, as of its layer type, that it has."""
 
-    def __init__(self) -> None:
+    block_output: Tensor | None = None
+
+    def __init__(self, block: nn.Module, calls: list[Any], n_blocks: int) -> None:
         super().__init__()
-        self.block_arguments: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-        self.block_output: Tensor | None = None
+        vars(self).update((k, value) for k, value in vars(block).items() if isinstance(value, str))
+        self.calls = calls
+        self.n_blocks = n_blocks
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `block_output` once; without one, keep the arguments and raise _Reached."""
+        """Append the arguments to `calls`. The last passage raises _Reached, or returns `block_output` once."""
+        self.calls.append((x, args, kwargs))
+        if len(self.calls) < self.n_blocks:
+            return x
         if self.block_output is None:
-            self.block_arguments = (x, args, kwargs)
             raise _Reached
         output = self.block_output
         self.block_output = None
+        self.calls.clear()
         return output
 
 
@@ -144,8 +152,10 @@ class HfModel(CellEncoder):
         self.is_causal = any(
             getattr(module, "is_causal", False) for module in self.blocks.modules()
         )
-        self.passage = Passage()
-        body.set_submodule(self.blocks_path, nn.ModuleList([self.passage]))
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        """Arguments of each block, in the order of the blocks."""
+        passages = nn.ModuleList(Passage(block, self.calls, n_blocks) for block in self.blocks)
+        body.set_submodule(self.blocks_path, passages)
         self.body = body
         self.width = int(architecture.hidden_size)
         self.pad_id = architecture.pad_token_id
@@ -178,15 +188,30 @@ class HfModel(CellEncoder):
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         """Return the input of the first block, (B, L, H)."""
-        return self._run_to_blocks(prepared)[0]
+        self.calls.clear()
+        try:
+            self.body(**self._padded(prepared))
+        except _Reached:
+            pass
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise self._unsupported(str(error)) from error
+        return self.calls[0][0]
 
     def through(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
-        # a later pipeline stage has not run `begin`
-        _, args, kwargs = self.passage.block_arguments or self._run_to_blocks(prepared)
-        self.passage.block_arguments = None
-        for block in self.blocks:
+        if not self.calls:
+            self.begin(prepared)
+        for block, (_, args, kwargs) in zip(self.blocks, self.calls):
             x = block(x, *args, **kwargs)
+            if not isinstance(x, Tensor):
+                raise self._unsupported("a block returns more than its states")
+        self.calls.clear()
         return x
+
+    def _unsupported(self, reason: str) -> ConfigError:
+        kind = self.body.config.model_type
+        return ConfigError(
+            f"model.family hf: model_type {kind} is not supported: {reason}; set another model.path"
+        )
 
     def cell_vectors(self, states: Tensor, prepared: EncoderBatch) -> Tensor:
         """Average the states of each cell, (T, H) -> (B, H) float32; zeros for a cell without tokens."""
@@ -208,27 +233,19 @@ class HfModel(CellEncoder):
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         with torch.no_grad(), suppress(_Reached):
             self.body(**inputs)
-        self.passage.block_arguments = None
+        self.calls.clear()
         for hook in hooks:
             hook.remove()
         uncalled = {f"body.{path}" for path, module in modules.items() if module not in called}
         return super().after_blocks() | uncalled
-
-    def _run_to_blocks(self, prepared: EncoderBatch) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Run the code before the blocks; return their input and other arguments."""
-        with suppress(_Reached):
-            self.body(**self._padded(prepared))
-        assert self.passage.block_arguments is not None, (
-            "transformers' model did not call its blocks"
-        )
-        return self.passage.block_arguments
 
     def norm_output(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         """Run the code after the blocks, (B, L, H) -> (T, H), and remove special tokens and padding.
 
         Embeddings and masks are computed again and discarded: a lookup, without a gradient.
         """
-        self.passage.block_output = x
+        passages: Any = self.body.get_submodule(self.blocks_path)
+        passages[-1].block_output = x
         out = self.body(**self._padded(prepared)).last_hidden_state
         return out[prepared.token_cells, prepared.position + (self.begin_id is not None)]
 
@@ -318,6 +335,8 @@ class HfModel(CellEncoder):
 def write_transformers(folder: Path, out: Path) -> None:
     """Write a model folder for transformers' `from_pretrained`, if it reads back equal to the bit.
 
+    transformers must also compute the states of a cell that cellmill computes.
+
     Raise ConfigError or DataError.
     """
     if (out / "vocabulary.tsv").exists():
@@ -329,6 +348,13 @@ def write_transformers(folder: Path, out: Path) -> None:
         raise ConfigError(
             f"{folder}: expected a model of family hf, got {config['family']}: transformers has no such type"
         )
+    tokens = torch.arange(min(config["tokens"]["max_tokens"], 512))
+    ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    token_ids = tokens % len(vocabulary.gene_ids) + len(SPECIAL)
+    cell = Batch(token_ids, tokens, ends, tokens[:1], lengths=[len(tokens)])
+    prepared = EncoderBatch.from_batch(cell)
+    with torch.no_grad():
+        states = model.states(prepared)
     blocks = model.blocks
     body = model.body
     assert isinstance(blocks, nn.Module)
@@ -346,6 +372,11 @@ def write_transformers(folder: Path, out: Path) -> None:
                 raise DataError(
                     f"{out}: not written: transformers reads other weights than were written"
                 )
+        with torch.no_grad():
+            theirs = read_back.eval()(**model._padded(prepared)).last_hidden_state[0]
+        theirs = theirs[prepared.position + (model.begin_id is not None)]
+        if not torch.allclose(theirs, states, rtol=1e-3, atol=1e-3):
+            raise DataError(f"{out}: not written: transformers computes other states than cellmill")
         for name in FILES:
             with atomic_path(out / name) as path:
                 os.replace(new / name, path)
