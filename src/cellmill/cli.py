@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     Exit codes: 0 done, 2 an error the user can fix, 75 stopped with its state saved, 130
     interrupted, 1 a bug, or a search without a result.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a killed job has written all its lines
     arguments = vars(new_parser(__doc__.split("\n\n")[0]).parse_args(argv))
     stage = arguments.pop("stage")
     message: object

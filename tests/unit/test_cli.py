@@ -70,6 +70,20 @@ def test_help_imports_no_slow_library() -> None:
     )
 
 
+def test_lines_of_a_command_are_written_at_once() -> None:
+    lines = (
+        "import os",
+        "from cellmill.cli import main",
+        "main(['options', 'folds'])",
+        "os._exit(9)  # as if killed: what is buffered is lost",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 9
+    assert "evaluate.folds" in done.stdout
+
+
 def test_imported_modules_are_left_out_of_garbage_collection() -> None:
     lines = (
         "import gc, sys",

@@ -36,7 +36,7 @@ def convert(
         assert dictionaries is not None
         tokens, vocabulary = read_dictionaries(dictionaries)
         numbers = {name: int(token) for name, token in tokens.items()}
-        print(convert_tokens(Path(input), numbers, vocabulary, out), flush=True)
+        print(convert_tokens(Path(input), numbers, vocabulary, out))
         return
     if kind == "census":
         uri = str(input) if "://" in str(input) else Path(input).absolute().as_uri()
@@ -54,7 +54,6 @@ def convert(
         reader.warn_of_values()
         print(
             f"{out}: {reader.n_obs:,} cells x {reader.n_vars:,} genes, {n_values:,} counts",
-            flush=True,
         )
 
 

@@ -19,7 +19,7 @@ def import_model(*, kind: str, folder: Path, out: Path, **options: Any) -> None:
 
     Raise DataError if the folder has another layout.
     """
-    print(READERS[kind](folder, out, **options), flush=True)
+    print(READERS[kind](folder, out, **options))
 
 
 def export(*, format: str, model: Path, out: Path) -> None:
@@ -33,7 +33,7 @@ def export(*, format: str, model: Path, out: Path) -> None:
             raise ConfigError(f"{out}: expected a name that ends in .onnx")
         onnx_file = importlib.import_module("cellmill.models.onnx_file")
         difference = onnx_file.write_onnx(model, out)
-        print(f"{model} -> {out}, vectors within {difference:.1g} of the model's", flush=True)
+        print(f"{model} -> {out}, vectors within {difference:.1g} of the model's")
         return
     try:
         module = importlib.import_module("cellmill.models.families.hf")
@@ -42,7 +42,7 @@ def export(*, format: str, model: Path, out: Path) -> None:
             f"the package {error.name} is not installed; pip install 'cellmill[hf]'"
         ) from None
     module.write_transformers(model, out)
-    print(f"{model} -> {out}", flush=True)
+    print(f"{model} -> {out}")
 
 
 def push(*, model: Path, repo: str, licence: str, private: bool) -> None:
@@ -54,4 +54,4 @@ def push(*, model: Path, repo: str, licence: str, private: bool) -> None:
     metrics = metrics_file if metrics_file.is_file() else None
     hub = importlib.import_module("cellmill.models.hub")
     url = hub.push(model, repo, write_card(model, licence), metrics, private)
-    print(f"{model} -> {url}", flush=True)
+    print(f"{model} -> {url}")

@@ -96,7 +96,7 @@ def preflight(
     write_json(out / f"{read.name}.json", answer)
     if reasons:
         raise UserError(f"no go: {reasons} {'reason' if reasons == 1 else 'reasons'}")
-    print("go", flush=True)
+    print("go")
 
 
 class _Checks:
@@ -122,7 +122,7 @@ class _Checks:
                 check = check.for_machine(machine)
             fits = fits and check.verdict != "no"
             self.shown.append(check)
-            print(check, flush=True)
+            print(check)
         return fits
 
     def check_machine(self, name: str) -> bool:
@@ -176,7 +176,7 @@ class _Checks:
             if machine.launcher == "slurm" and 2 * len(check.nodes) <= machine.node_counts[-1]:
                 for bad_node in check.nodes:
                     bad_nodes.add(bad_node, f"preflight: {check.found}")
-                    print(f"excluding {bad_node} from new jobs; {HOW_TO_LIFT}", flush=True)
+                    print(f"excluding {bad_node} from new jobs; {HOW_TO_LIFT}")
 
 
 def list_node_states(machine: Machine) -> dict[str, str]:
@@ -201,12 +201,12 @@ def test_node(
         folder = out / name_entry(profile.name, name)
         failed = ""
         for check in check_job(single, profile.device(name), folder, wait_s, record):
-            print(check, flush=True)
+            print(check)
             if check.verdict == "no":
                 failed = failed or check.found
         if not failed:
             bad_nodes.lift(node)
-            print(f"{node} passes: new jobs may use it", flush=True)
+            print(f"{node} passes: new jobs may use it")
             return
         if "job" not in record:
             raise UserError(f"{node} was not tested: {failed}")

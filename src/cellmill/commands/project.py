@@ -78,24 +78,24 @@ def init(*, folder: Path, data: list[str], skip_unreadable: bool) -> None:
             survey = survey_file(input_path(path))
             rows.append(make_row(name, path, survey))
             surveys.append(survey)
-            print(f"{name}: {survey.describe()}", flush=True)
+            print(f"{name}: {survey.describe()}")
         except (UserError, OSError) as error:
             faults.append(error)
     for fault in faults:
-        print(f"cellmill init: {fault}", file=sys.stderr, flush=True)
+        print(f"cellmill init: {fault}", file=sys.stderr)
     if not surveys or (faults and not skip_unreadable):
         n_all = len(faults) + len(surveys)
         remedy = "; --skip-unreadable leaves them out" if surveys else ""
         raise UserError(f"{len(faults)} of {n_all} inputs cannot be used, nothing written{remedy}")
     write_project(folder, rows, surveys)
     for line in explain_columns(rows):
-        print(line, flush=True)
+        print(line)
     where = shlex.quote(str(folder))
     print(f"{folder}: Snakefile, config/config.yaml, config/datasets.tsv, profiles/local")
     print(
         f"options: {find_shipped('config/README.md')}; examples: {find_shipped('config/examples')}"
     )
-    print(f"cd {where} && cellmill check && cellmill run", flush=True)
+    print(f"cd {where} && cellmill check && cellmill run")
 
 
 def list_inputs(data: Iterable[str]) -> list[str]:
@@ -109,7 +109,7 @@ def list_inputs(data: Iterable[str]) -> list[str]:
             absolute = path if is_url(path) else os.path.abspath(path)
             resolved = os.path.realpath(absolute)
             if resolved in inputs:
-                print(f"{path}: given twice, used once", flush=True)
+                print(f"{path}: given twice, used once")
             inputs.setdefault(resolved, absolute)
     return list(inputs.values())
 
@@ -253,13 +253,13 @@ def check(*, config: Path) -> None:
     n_unusable = 0
     for checked in check_genes(pipeline):
         n_unusable += checked.verdict == "no"
-        print(checked, flush=True)
+        print(checked)
     check_datasets(pipeline)
     for line in check_inputs(pipeline, is_made):
-        print(f"?   {line}", flush=True)
+        print(f"?   {line}")
     refused = list(list_refused(pipeline, str(config)))
     for line in refused:
-        print(f"no  {line}", flush=True)
+        print(f"no  {line}")
     if n_unusable:
         raise UserError(f"{n_unusable} of the datasets cannot be used, for the reasons above")
     if refused:
@@ -341,4 +341,4 @@ def run(*, profile: str, words: list[str]) -> None:
         )
     if REPORT.exists():
         note = " (of an earlier run)" if REPORT.stat().st_mtime_ns == earlier else ""
-        print(f"{REPORT.absolute()}{note}", flush=True)
+        print(f"{REPORT.absolute()}{note}")

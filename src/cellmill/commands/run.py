@@ -169,7 +169,7 @@ def _cancel_jobs(train: Path) -> list[str]:
     # its launcher may just have submitted the next job
     while living := [job for job in find_living_jobs(train, Queue(1.0)) if job.name not in done]:
         for job in living:
-            print(f"cancelling job {job.job_id}", flush=True)
+            print(f"cancelling job {job.job_id}")
             folder = jobs.folder(job.name)
             if folder is not None:
                 (folder / CANCELLED).touch()  # so that its launcher submits no other
@@ -194,7 +194,7 @@ def _end_process(train: Path, holder: Holder) -> str:
         if holder.host == os.uname().nodename:
             remedy = "it has passed the lock on; end its processes"
         raise UserError(f"{train}: trained by {holder.text}: {remedy}")
-    print(f"asking {holder.text} to save and end", flush=True)
+    print(f"asking {holder.text} to save and end")
     try:
         # a launcher leaves its job at SIGTERM; before it has one, it may ignore SIGINT
         ends_job = holder.follows and holder.handles(signal.SIGINT)

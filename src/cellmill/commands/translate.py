@@ -58,7 +58,7 @@ def translate(*, file: Path, out: Path) -> None:
         raise
     write_text(out, yaml.safe_dump(config, sort_keys=False))
     lines = (f"{mark:<8} {key}: {text}" for key, (mark, text) in answers.items())
-    print("\n".join([*lines, f"{file} -> {out}, {table}"]), flush=True)
+    print("\n".join([*lines, f"{file} -> {out}, {table}"]))
 
 
 def translate_options(options: dict[str, Any]) -> tuple[dict[str, Any], Answers]:

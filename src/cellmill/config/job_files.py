@@ -167,7 +167,7 @@ class JobFiles:
         if stage == "train":
             text += "; `cellmill check` says whether the training refuses this"
         whose = f" of {owner}" if owner else ""
-        print(f"cellmill: {stage}{whose}: {text}", file=sys.stderr, flush=True)
+        print(f"cellmill: {stage}{whose}: {text}", file=sys.stderr)
 
     def of_sweep(self, pattern: str) -> Callable[[Wildcards], list[str]]:
         return lambda wildcards: [pattern.format(run=run) for run in self.swept[wildcards.sweep]]

@@ -198,7 +198,7 @@ class Relay:
         line = f"{node_name()} cannot reach {first}: {UNREACHED}"
         if is_unknown:
             line = f"{node_name()} cannot resolve {first}: correct the nodes' DNS or /etc/hosts"
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr)
 
     async def _knock(self, port: int) -> Streams | None:
         """A connection through the entrance at `port`; None if something else listens there."""

@@ -146,7 +146,7 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         # hashed in full: nothing reads it again before it counts as done
         checkpoint, damaged = folder.newest_whole()
     for line in damaged:
-        print(f"warning: {line}; going on from the one before it", file=sys.stderr, flush=True)
+        print(f"warning: {line}; going on from the one before it", file=sys.stderr)
     if checkpoint is None:
         return False
     state = checkpoint.state()
@@ -158,12 +158,10 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         if changes:
             print(
                 f"restart ({_join(changes)}): the earlier training is now in {folder.set_aside()}",
-                flush=True,
             )
             return False
         print(
             f"{folder.path}: --restart changes nothing: the training in it has this configuration",
-            flush=True,
         )
     patience = record["identity"].get(PATIENCE)
     stale = state["progress"].get("stale_validations", 0)
@@ -177,7 +175,6 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         print(
             f"ended early at step {step}, after {stale} validations without an improvement; raise {PATIENCE} "
             f"({patience}) to continue",
-            flush=True,
         )
     if step >= steps or is_early:
         if not (folder.path / "status.json").exists():
@@ -189,7 +186,6 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
         print(
             f"{folder.path}: going on from step {step} of {state['steps']}, now {steps}: from here the learning "
             "rate is that of a run of the new length",
-            flush=True,
         )
     return False
 
@@ -307,7 +303,7 @@ def begin_branch(
     cut_back(of_trunk.metrics, checkpoint.step, folder.metrics)
     write_json(folder.path / BRANCH, {"step": checkpoint.step})
     _copy(checkpoint, folder, record, steps, train)
-    print(f"{path}: going on from step {checkpoint.step} of {of_trunk.path}", flush=True)
+    print(f"{path}: going on from step {checkpoint.step} of {of_trunk.path}")
 
 
 def check_branches(workflow: Workflow, source: str) -> None:

@@ -96,7 +96,7 @@ def evaluate(
     check_packages(section)
     if section.effort == "fast":
         omitted = [f"{', '.join(parts)} of {name}" for name, parts in left_out.items() if parts]
-        print(f"effort fast leaves out the UMAP; {'; '.join(omitted)}", flush=True)
+        print(f"effort fast leaves out the UMAP; {'; '.join(omitted)}")
     evaluation = _Evaluation(section, model, manifest, ancestors, files)
     finished = FinishedTasks(out.with_name("finished"), evaluation.datasets)
     tasks: dict[str, Task] = {name: config.load()(config) for name, config in section.tasks.items()}
@@ -133,7 +133,7 @@ def evaluate(
             f"evaluate.gate: {failures[0]}{more}; all results are in {finished.metrics_path}"
         )
     results.write(out, metrics)  # last: its existence means that the others are complete
-    print(f"{summarize(datasets)} -> {out}", flush=True)
+    print(f"{summarize(datasets)} -> {out}")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _add_inputs(context: Context, files: DatasetFiles, baselines: Path | None) -
     from the folder `baselines`. Prints the share of counts on known genes.
     """
     cost = read_costs(files.embedding)
-    print(f"{context.dataset}: {cost['coverage_frac']:.1%} of counts on known genes", flush=True)
+    print(f"{context.dataset}: {cost['coverage_frac']:.1%} of counts on known genes")
     vectors = {}
     for (name, command), file in zip(context.options.external.items(), files.external):
         note = describe_seen(command, context)
@@ -198,9 +198,7 @@ def describe_seen(external: ExternalModel, context: Context) -> str:
         return external.note
     n_seen = int((seen.is_seen & context.scored).sum())
     n_scored = int(context.scored.sum())
-    print(
-        f"{context.dataset}: {folder} has seen {n_seen:,} of {n_scored:,} scored cells", flush=True
-    )
+    print(f"{context.dataset}: {folder} has seen {n_seen:,} of {n_scored:,} scored cells")
     return " (has seen some of these cells)" if n_seen else " (has seen none of these cells)"
 
 

@@ -110,7 +110,7 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
     write_model(
         out, trained_with, genes, tensors, about, lambda config: model_card(config, n_parameters)
     )
-    print(f"{out}: step {progress['step']}, {len(tensors)} tensors", flush=True)
+    print(f"{out}: step {progress['step']}, {len(tensors)} tensors")
 
 
 def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
@@ -118,7 +118,7 @@ def _choose(folder: TrainFolder, which: str | int) -> Checkpoint:
         return folder.find_checkpoint(which)
     newest, damaged = folder.newest_whole()
     for line in damaged:
-        print(f"warning: {line}; exporting the previous one", file=sys.stderr, flush=True)
+        print(f"warning: {line}; exporting the previous one", file=sys.stderr)
     # `best` refuses a folder without any
     return folder.best() if which == "best" or newest is None else newest
 
@@ -170,10 +170,10 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
         if calibration is None:
             why = problem or NO_VALIDATION
             entry |= {"uncalibrated": why, "calibration": None}
-            print(f"warning: {train}: probabilities are not calibrated: {why}", flush=True)
+            print(f"warning: {train}: probabilities are not calibrated: {why}")
         else:
             entry["calibration"] = vars(calibration)
-            print(_calibration_line(entry), flush=True)
+            print(_calibration_line(entry))
         classifiers[name] = entry
     entries["classifier"] = classifiers.pop(next(iter(classifiers)))
     if classifiers:
@@ -187,16 +187,14 @@ def list_cells(out: Path, train: Path, fingerprint: str) -> dict[str, Any]:
     """
     training = find_training_cells_of_run(train, fingerprint)
     if training.missing_reason:
-        print(f"warning: {train}: no digests of its cells: {training.missing_reason}", flush=True)
+        print(f"warning: {train}: no digests of its cells: {training.missing_reason}")
         return {}
     corpora = dict(training.listed)
     for name in training.manifests.keys() - training.listed.keys():
         corpora[name] = digest_corpus(training.manifests[name])
     digests = CellDigests(dict(sorted(corpora.items())), training.missing_ancestors)
     entry = write_digests(out, digests)
-    print(
-        f"{out / FILE}: digests of {entry['n_cells']:,} training and validation cells", flush=True
-    )
+    print(f"{out / FILE}: digests of {entry['n_cells']:,} training and validation cells")
     return {ENTRY: entry}
 
 
@@ -210,7 +208,7 @@ def _write_ridge(
         return {}
     shards, problem = find_shards(train, options, state["fingerprint"])
     if shards is None:
-        print(f"warning: {train}: no ridge regression for hidden genes: {problem}", flush=True)
+        print(f"warning: {train}: no ridge regression for hidden genes: {problem}")
         return {}
     seed = options.train.seed
     fill_buffers(model, seed, genes)
@@ -274,4 +272,4 @@ def _objective(options: dict[str, Any]) -> str:
 def pull(*, repo: str, out: Path) -> None:
     """Download the model `repo` (owner/name, or owner/name@revision) to the folder `out`."""
     commit = importlib.import_module("cellmill.models.hub").pull(repo, out)
-    print(f"{repo} at {commit[:12]} -> {out}", flush=True)
+    print(f"{repo} at {commit[:12]} -> {out}")

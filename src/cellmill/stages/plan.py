@@ -90,7 +90,7 @@ def plan(
     options = corpus.options
     if suggest:
         suggestions = suggest_layouts(options, corpus.size, machine, device_name)
-        print(format_suggestions(suggestions, options, machine, device_name), flush=True)
+        print(format_suggestions(suggestions, options, machine, device_name))
         if not suggestions.fitting:
             raise ConfigError("no layout fits, for the reasons above")
         return
@@ -110,7 +110,7 @@ def plan(
             # not stored in plan.json, since `restart` may move the old training away
             lines.append(format_line("warning", f"stage train will refuse this run: {refusal}"))
     lines += format_scaling(options, corpus.size, machine, device_name, find_device(device_name))
-    print("\n".join(lines), flush=True)
+    print("\n".join(lines))
 
 
 def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: int) -> PlannedCorpus:

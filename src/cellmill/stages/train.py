@@ -73,7 +73,7 @@ def train(
     """
     options, shards, n_cells, fingerprint = open_corpus(options, manifest)
     for name, reason in options.objective.choices().items():
-        print(f"{name}: {reason}", flush=True)
+        print(f"{name}: {reason}")
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
     options = fit_options(options, vocabulary, shards, teacher, init_from)
@@ -127,7 +127,7 @@ def train(
             if is_done(folder, record, steps, restart):
                 # its launcher may have been killed before it could
                 write_cost(folder.path, show=False)
-                print(f"{out}: this run is already done", flush=True)
+                print(f"{out}: this run is already done")
                 return
             if trunk is not None:
                 begin_branch(folder, trunk, record, options.train, steps)
@@ -188,7 +188,6 @@ def _is_living(launcher: SlurmLauncher, record: dict[str, Any]) -> bool:
         different = "; ".join(f"{key} {change}" for key, change in later.items())
         print(
             f"{path}: job {job.job_id} was submitted with other options ({different}), which hold from the next job on",
-            flush=True,
         )
     # trackers are processes of this command
     write_json(

@@ -249,7 +249,6 @@ def _check_labels(option: str, name: str, labels: Sequence[str], train_cells: in
         print(
             f"warning: {option}: {', '.join(map(repr, empty))} of {len(labels):,} classes may mean no label; name "
             f"{name} as a label in the table of datasets, and these cells get none",
-            flush=True,
         )
 
 

@@ -126,7 +126,7 @@ def warn(train: Path, options: Plugin, problem: str) -> None:
     if options.kind != "observer":
         run = train.resolve().parent.name
         text += f", and `cellmill follow {run} --to {name}` sends the rest"
-    print(without_secrets(text), file=sys.stderr, flush=True)
+    print(without_secrets(text), file=sys.stderr)
 
 
 def _follow(train: Path, options: Plugin, status: int) -> NoReturn:

@@ -89,7 +89,7 @@ class HangWatch:
                 if stalled <= limit:
                     continue
                 now = peers.read()
-                if _anyone_saving(now):
+                if any(position is not None and position.saving for position in now):
                     stalled = 0
                     continue
                 if passed == min(peer.passed for peer in now if peer is not None):
@@ -146,10 +146,6 @@ class _Peers:
         """Return the name of the rank's node, if its agent has published it."""
         key = f"{NODES}/{rank // self.local_world}"
         return self.agent.get(key).decode() if self.agent.check([key]) else None
-
-
-def _anyone_saving(positions: Sequence[Position | None]) -> bool:
-    return any(position is not None and position.saving for position in positions)
 
 
 def hang_line(

@@ -232,7 +232,7 @@ class Progress:
 
 
 def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def check_best_metric(objective: Objective, metric: str) -> None:

@@ -183,7 +183,7 @@ def open_counts(path: Path | str, counts: str = "X") -> CountsReader:
             source.rename_cells(names)
             source.notes.append(note)
         for note in source.notes:
-            print(f"{source.path}: {note}", file=sys.stderr, flush=True)
+            print(f"{source.path}: {note}", file=sys.stderr)
         return CountsReader(source, stack.pop_all().close)
 
 

@@ -314,7 +314,7 @@ class CountsReader(AbstractContextManager["CountsReader"]):
     def warn_of_values(self) -> None:
         """Print `doubts` on stderr."""
         for doubt in self.doubts():
-            print(f"warning: {doubt}", file=sys.stderr, flush=True)
+            print(f"warning: {doubt}", file=sys.stderr)
 
     def _whole_numbers(self, matrix: sp.csr_matrix, first: int) -> np.ndarray:
         """Return the values of `matrix`, uint32, rounded by `counts_rule`.

@@ -37,7 +37,7 @@ _FREE_FRAC = 0.05  # this fraction of the disk is left free, because other progr
 
 def warn(line: str) -> None:
     """Print a warning with the name of this node to stderr."""
-    print(f"warning: {os.uname().nodename}: {line}", file=sys.stderr, flush=True)
+    print(f"warning: {os.uname().nodename}: {line}", file=sys.stderr)
 
 
 class LocalCopies:
