@@ -20,7 +20,7 @@ from typing import Any
 from cellmill.arguments import CONFIG, new_parser
 from cellmill.config import OPTIONS, check_options, load_config
 from cellmill.config.datasets import COUNTS, ObsColumns
-from cellmill.config.load import find_atlas
+from cellmill.config.load import Tree, find_atlas
 from cellmill.config.machine import PLANNED, Machine
 from cellmill.errors import UserError
 from cellmill.files import parse_json, read_json, refuse_overwriting, refuse_special
@@ -114,12 +114,12 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _pop(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _pop(arguments: Tree, names: Iterable[str]) -> Tree:
     """Take those of `names` that are there out of the arguments."""
     return {name: arguments.pop(name) for name in names if name in arguments}
 
 
-def _check_paths(arguments: dict[str, Any]) -> None:
+def _check_paths(arguments: Tree) -> None:
     """Raise UserError for a FIFO, or an output that is another file of the command.
 
     Opening a FIFO would wait. Raise OSError for a loop of links.
@@ -142,7 +142,7 @@ def _check_paths(arguments: dict[str, Any]) -> None:
             refuse_overwriting(path, [file for file in files if file[0] not in allowed], flag)
 
 
-def _options(stage: str, arguments: dict[str, Any]) -> Any:
+def _options(stage: str, arguments: Tree) -> Any:
     text = arguments.pop("options")
     config = arguments.pop("config")
     name = arguments.pop("name", None)
@@ -156,7 +156,7 @@ def _options(stage: str, arguments: dict[str, Any]) -> Any:
         and config is CONFIG
     ):
         # not given: the model is enough
-        defaults: dict[str, Any] = {section: {} for section in OPTIONS[stage].model_fields}
+        defaults: Tree = {section: {} for section in OPTIONS[stage].model_fields}
         return check_options(OPTIONS[stage], defaults, stage)
     workflow = load_config(config)
     owners = workflow.entries(stage)
@@ -198,7 +198,7 @@ def _find_shards(corpus: str, config: Path) -> Path | None:
     return None
 
 
-def _with_flags(options: Any, flags: dict[str, Any]) -> Any:
+def _with_flags(options: Any, flags: Tree) -> Any:
     """The options with those that flags give, by `section.option`."""
     given = {key: value for key, value in flags.items() if value is not None}
     if not given:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 import cellmill
+from cellmill.commands.hub_card import write_card
 from tests.unit.exported import export_model, make_corpus
 from tests.unit.reported import LOSS, make_run, write
 
@@ -140,9 +142,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, simulated: Path) -> Pat
     }
     write(folder / "train/run.json", record)
     metrics = folder / "evaluate/metrics.json"
+    weights = json.loads((folder / "model" / "config.json").read_text())["weights_sha256"]
     write(
         metrics,
         metrics.read_text()
+        .replace("beef" * 16, weights)
         .replace('"all genes"', '"all|genes"')
         .replace("all genes +", "all|genes +"),
     )
@@ -287,6 +291,35 @@ def test_a_pushed_model_keeps_no_file_of_an_earlier_one(
     assert b"earlier" not in found.values()
     taken = {"README.md", "metrics.json", "cells.digest", "config.json"}
     assert found.keys() - own.keys() == taken | {"model.safetensors", "vocabulary.tsv"}
+
+
+def test_a_card_of_another_export_has_no_results(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "one"
+    shutil.copytree(run_folder, folder)
+    metrics = folder / "evaluate" / "metrics.json"
+    assert write_card(folder / "model", "mit")[1] == metrics
+    write(metrics, json.loads(metrics.read_text()) | {"model": {"digest": "beef" * 16}})
+    card, results = write_card(folder / "model", "mit")
+    assert results is None
+    assert "\n## Results\nNot evaluated.\n" in card
+    line = f"warning: {metrics} is of other weights than {folder / 'model'}: left out"
+    assert line in capsys.readouterr().out
+
+
+def test_a_card_has_its_data_from_any_working_directory(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = tmp_path / "project" / "results"
+    shutil.copytree(run_folder.parents[1], results)
+    run_json = results / "runs/one/train/run.json"
+    record = json.loads(run_json.read_text())
+    inside = Path(record["manifest"]).relative_to(run_folder.parents[1])
+    write(run_json, record | {"manifest": str("results" / inside)})
+    card, _ = write_card(results / "runs/one/model", "mit")
+    assert "| simulated | not said | not said |" in card
 
 
 def test_a_folder_without_a_model_leaves_nothing_on_the_hub(

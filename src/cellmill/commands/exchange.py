@@ -46,12 +46,10 @@ def export(*, format: str, model: Path, out: Path) -> None:
 
 
 def push(*, model: Path, repo: str, licence: str, private: bool) -> None:
-    """Upload the model folder, and evaluate/metrics.json if the model is that of a run.
+    """Upload the model folder, and evaluate/metrics.json if it is of this model of a run.
 
     Raise UserError if the card or the upload fails.
     """
-    metrics_file = model.resolve().parent / "evaluate" / "metrics.json"
-    metrics = metrics_file if metrics_file.is_file() else None
     hub = importlib.import_module("cellmill.models.hub")
-    url = hub.push(model, repo, write_card(model, licence), metrics, private)
+    url = hub.push(model, repo, *write_card(model, licence), private)
     print(f"{model} -> {url}")

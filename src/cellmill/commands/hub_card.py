@@ -6,29 +6,44 @@ from typing import Any
 
 import yaml
 
+from cellmill.config.load import read_model_config
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.seen.training_cells import find_existing
 from cellmill.report.collect import ReportedCorpus, ReportedRun, read_corpus, read_run
-from cellmill.runs.results import Row
+from cellmill.runs.results import Evaluation, Row
 
 
-def write_card(model: Path, licence: str) -> str:
-    """Write the card of an exported model, with its licence.
+def write_card(model: Path, licence: str) -> tuple[str, Path | None]:
+    """Write the card of an exported model, with its licence; return also the file of its results.
 
     The card of a run's model also has its data, its results next to baselines, and options to rerun
-    it. Raise ConfigError if the licence is no identifier, DataError if the folder has no card.
+    it. Results of other weights, such as another export of the run, are left out with a warning. Raise
+    ConfigError if the licence is no identifier, DataError if the folder has no card.
     """
     card = _read_card(model, licence)
     folder = model.resolve().parent
     if not (folder / "train" / "run.json").is_file():
-        return card
+        return card, None
     run = read_run(folder)
-    corpus = _find_corpus(run)
+    metrics = folder / "evaluate" / "metrics.json"
+    evaluation = run.evaluation
+    weights = read_model_config(model / "config.json")["weights_sha256"]
+    if evaluation and evaluation.model.get("digest", weights) != weights:
+        print(f"warning: {metrics} is of other weights than {model}: left out; run evaluate again")
+        evaluation = None
+    record = run.run_record
+    corpus = None
+    if record and record.manifest:
+        # of the working directory of the training
+        cells = Path(record.manifest).parent.parent / "cells"
+        corpora = [found.parent for found in find_existing(cells, folder)]
+        corpus = read_corpus(corpora[0]) if corpora else None
     lines = [card.rstrip("\n")]
     if corpus is not None:
         lines += _describe_data(corpus)
-    lines += _describe_results(run)
+    lines += _describe_results(evaluation)
     lines += _describe_rerun(run, corpus)
-    return "\n".join(lines)
+    return "\n".join(lines), metrics if evaluation else None
 
 
 def _read_card(model: Path, licence: str) -> str:
@@ -45,16 +60,6 @@ def _read_card(model: Path, licence: str) -> str:
     card = re.sub(r"(?m)^license: .*\n", "", card, count=1)  # a card that was pulled has one
     library = "library_name: cellmill\n"
     return card.replace(library, f"{library}license: {licence}\n", 1)
-
-
-def _find_corpus(run: ReportedRun) -> ReportedCorpus | None:
-    """Read the corpus that the run was trained on; None if it is gone or unknown."""
-    record = run.run_record
-    assert record is not None
-    if record.manifest is None:
-        return None
-    folder = Path(record.manifest).parent.parent
-    return read_corpus(folder) if (folder / "cells").is_dir() else None
 
 
 def _describe_data(corpus: ReportedCorpus) -> list[str]:
@@ -87,12 +92,12 @@ def _describe_data(corpus: ReportedCorpus) -> list[str]:
     return [*lines, "", f"Fingerprint of the shards: `{fingerprint}`."]
 
 
-def _describe_results(run: ReportedRun) -> list[str]:
+def _describe_results(evaluation: Evaluation | None) -> list[str]:
     """Write a table of each task, with its baselines among the rows, and its verdicts."""
     lines = ["", "## Results"]
-    if run.evaluation is None:
+    if evaluation is None:
         return [*lines, "Not evaluated."]
-    for name, dataset in run.evaluation.datasets.items():
+    for name, dataset in evaluation.datasets.items():
         lines += ["", f"{_format_cell(name)}: {dataset.n_scored:,} cells ({dataset.cells})."]
         for task, result in dataset.tasks.items():
             lines += _format_table(task, result.rows)

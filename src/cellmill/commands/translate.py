@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
-from cellmill.config.load import check_config, read_yaml
+from cellmill.config.load import Tree, check_config, read_yaml
 from cellmill.errors import ConfigError
 from cellmill.files import write_text
 from cellmill.track.run_config import flatten_options
 
-TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
+TABLES: dict[str, Tree] = yaml.safe_load(
     Path(__file__).with_name("scmodelforge.yaml").read_text(encoding="utf-8")
 )
 """Tables of keys by what becomes of them; the file has a sentence on each table."""
@@ -61,12 +61,12 @@ def translate(*, file: Path, out: Path) -> None:
     print("\n".join([*lines, f"{file} -> {out}, {table}"]))
 
 
-def translate_options(options: dict[str, Any]) -> tuple[dict[str, Any], Answers]:
+def translate_options(options: Tree) -> tuple[Tree, Answers]:
     """Translate scModelForge's options, by dotted key, to sections of a configuration.
 
     Also return what became of each key. Raise ConfigError if a factor of the batch is no integer.
     """
-    config: dict[str, Any] = {"tokens": {"tokenizer": "rank"}}
+    config: Tree = {"tokens": {"tokenizer": "rank"}}
     for key, value in TABLES["defaults"].items():
         if key not in options:
             _translate_key(config, key, value)
@@ -109,7 +109,7 @@ def translate_options(options: dict[str, Any]) -> tuple[dict[str, Any], Answers]
     return config, answers
 
 
-def _translate_key(config: dict[str, Any], key: str, value: Any) -> tuple[str, str]:
+def _translate_key(config: Tree, key: str, value: Any) -> tuple[str, str]:
     """Put one key into `config`, and return what became of it."""
     ours = TABLES["same"].get(key)
     if ours is not None:
@@ -137,6 +137,6 @@ def _translate_key(config: dict[str, Any], key: str, value: Any) -> tuple[str, s
     return "dropped", "unknown to scModelForge too"
 
 
-def _put(config: dict[str, Any], key: str, value: Any) -> None:
+def _put(config: Tree, key: str, value: Any) -> None:
     section, name = key.split(".")
     config.setdefault(section, {})[name] = value

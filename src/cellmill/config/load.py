@@ -30,7 +30,7 @@ from cellmill.config.workflow import ENTRIES, Workflow, as_written, expand, mapp
 from cellmill.errors import ConfigError, DataError, UserError
 from cellmill.files import read_json, refuse_special
 
-Tree = dict[str, Any]
+Tree = dict[str, Any]  # parsed JSON or YAML, or what is made into it
 INHERITED: dict[str, type[Plugin]] = {"model": FamilyConfig, "tokens": Tokens}
 ATLAS = "atlas"  # folder, in the model's
 RECORD = "atlas.json"

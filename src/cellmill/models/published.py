@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cellmill.config.load import check_options
+from cellmill.config.load import Tree, check_options
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import SPECIAL, Tokens
@@ -126,15 +126,13 @@ def import_scgpt(folder: Path, out: Path, organism: str = "human", max_tokens: i
     )
 
 
-def _make_spec(
-    path: Path, sections: dict[str, Any], objective: dict[str, Any], genes: Vocabulary
-) -> ModelSpec:
+def _make_spec(path: Path, sections: Tree, objective: Tree, genes: Vocabulary) -> ModelSpec:
     model = check_options(FamilyConfig, sections["model"], str(path))
     tokens = Tokens.model_validate(sections["tokens"])
     return ModelSpec(model, ObjectiveConfig.model_validate(objective), tokens, genes.n_genes)
 
 
-def read_dictionaries(folder: Path) -> tuple[dict[str, Any], Vocabulary]:
+def read_dictionaries(folder: Path) -> tuple[Tree, Vocabulary]:
     """Return Geneformer's tokens by name, and the genes with token and median, or raise DataError."""
     tokens, medians = (read_numbers(published_file(folder, pattern)) for pattern in DICTIONARIES)
     _check_tokens(folder / "token_dictionary", tokens, SPECIAL)
@@ -269,7 +267,7 @@ class _Weights:
 
 
 def _convert_geneformer(
-    weights: _Weights, model: Any, rows: list[int], tokens: dict[str, Any]
+    weights: _Weights, model: Any, rows: list[int], tokens: Tree
 ) -> dict[str, Tensor]:
     """Return tensors by our names; `rows` are tokens of our vocabulary's rows."""
     take = weights.take
@@ -328,7 +326,7 @@ def _write(
     spec: ModelSpec,
     genes: Vocabulary,
     tensors: Mapping[str, Tensor],
-    source: dict[str, Any],
+    source: Tree,
 ) -> list[str]:
     """Write the model folder `out`, and return the names of parameters that `tensors` lacks.
 
@@ -383,7 +381,7 @@ def _check_out(out: Path) -> None:
         )
 
 
-def _card(config: dict[str, Any], n_parameters: int) -> str:
+def _card(config: Tree, n_parameters: int) -> str:
     """Return the README of an imported model: its source, what was left out, and its limits."""
     source = config["source"]
     rows = "".join(f"| {key} | {value} |\n" for key, value in source.items() if key != "untrained")

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cellmill.config.load import check_options, stored_options
+from cellmill.config.load import Tree, check_options, stored_options
 from cellmill.config.options import TrainOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.run import Train, learning_rate
@@ -55,15 +55,13 @@ REASONS: Any = {"objective": {"batch_reason": True, "parts": {"__all__": {"batch
 """Texts, which another version may word differently."""
 
 
-def identity(
-    options: TrainOptions, init_from: str | None, gene_vectors: str | None = None
-) -> dict[str, Any]:
+def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | None = None) -> Tree:
     """Return the options that define a run's numbers, as {section.key: value}.
 
     `init_from` is the SHA-256 of the initial weights, None for random weights; `gene_vectors` is
     the SHA-256 of the file `model.gene_vectors`, which it replaces.
     """
-    values = dict[str, Any]()
+    values = Tree()
     for section, keys in options.model_dump(mode="json", exclude=REASONS).items():
         free = keys if section in FREE_SECTIONS else FREE.get(section, ())
         values |= {f"{section}.{key}": value for key, value in keys.items() if key not in free}
@@ -72,7 +70,7 @@ def identity(
     return values | {"init_from": init_from, "weights_format": WEIGHTS_FORMAT}
 
 
-def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> dict[str, str]:
+def changed_keys(stored: Tree, now: Tree, source: str) -> dict[str, str]:
     """Return the options that differ between `stored` and `now`: {section.key: `before -> now`}.
 
     `now` is from `identity`, `stored` is run.json, or the state.json of a checkpoint. Stored
@@ -99,9 +97,7 @@ def changed_keys(stored: dict[str, Any], now: dict[str, Any], source: str) -> di
     return {key: f"{short(before.get(key))} -> {short(now.get(key))}" for key in changed}
 
 
-def changed_free_options(
-    stored: dict[str, Any], now: dict[str, Any], source: str
-) -> dict[str, str]:
+def changed_free_options(stored: Tree, now: Tree, source: str) -> dict[str, str]:
     """Return the options outside the identity that differ: {section.key: `before -> now`}.
 
     `stored` is run.json, `now` has the options by section. Trackers are not compared.
@@ -116,7 +112,7 @@ def changed_free_options(
     return changes
 
 
-def _trained_with(stored: dict[str, Any], source: str) -> TrainOptions:
+def _trained_with(stored: Tree, source: str) -> TrainOptions:
     """The stored options without trackers, whose package may be gone."""
     options = {section: keys for section, keys in stored["options"].items() if section != "track"}
     return stored_options(options, source)
@@ -133,7 +129,7 @@ def check_data(folder: str, before: str, now: str) -> None:
         )
 
 
-def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bool = False) -> bool:
+def is_done(folder: TrainFolder, record: Tree, steps: int, restart: bool = False) -> bool:
     """Return True if nothing is left to do in `folder`; False also if it holds no checkpoint.
 
     `record` is run.json of the requested training, `steps` its optimizer steps. Raise ConfigError
@@ -190,9 +186,7 @@ def is_done(folder: TrainFolder, record: dict[str, Any], steps: int, restart: bo
     return False
 
 
-def _check_change(
-    folder: TrainFolder, checkpoint: Checkpoint, record: dict[str, Any], steps: int
-) -> None:
+def _check_change(folder: TrainFolder, checkpoint: Checkpoint, record: Tree, steps: int) -> None:
     """Raise ConfigError if the training of `checkpoint` in `folder` cannot continue as `record`, of
     `steps` optimizer steps: options or data have changed, or it has too few steps.
     """
@@ -247,7 +241,7 @@ def _check_length(folder: TrainFolder, checkpoint: Checkpoint, steps: int) -> No
         )
 
 
-def _list_changes(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, str]:
+def _list_changes(checkpoint: Checkpoint, record: Tree) -> dict[str, str]:
     """`changed_keys` between a checkpoint and `record`, which is as run.json."""
     source = str(checkpoint.path / "state.json")
     return changed_keys(checkpoint.state(), record["identity"], source)
@@ -264,9 +258,7 @@ def _how_to_restart(folder: TrainFolder) -> str:
     )
 
 
-def begin_branch(
-    folder: TrainFolder, trunk: Path, record: dict[str, Any], train: Train, steps: int
-) -> None:
+def begin_branch(folder: TrainFolder, trunk: Path, record: Tree, train: Train, steps: int) -> None:
     """Give `folder` the trunk's checkpoint and curve, unless it has reached that step.
 
     `trunk` is the folder of the checkpoint, `record` run.json of the branch, `steps` its number of
@@ -359,7 +351,7 @@ def _check_rates(run: str, last: int, before: tuple[Train, int], now: tuple[Trai
 
 
 def _copy(
-    checkpoint: Checkpoint, folder: TrainFolder, record: dict[str, Any], steps: int, train: Train
+    checkpoint: Checkpoint, folder: TrainFolder, record: Tree, steps: int, train: Train
 ) -> None:
     path = folder.begin(checkpoint.step)
     digests = read_json(checkpoint.path / "manifest.json")["files"]

@@ -10,12 +10,11 @@ import importlib
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
 from cellmill.config import check_options
-from cellmill.config.load import stored_options
+from cellmill.config.load import Tree, stored_options
 from cellmill.config.options import ConsolidateOptions
 from cellmill.config.parts.family import WEIGHTS_FORMAT
 from cellmill.config.parts.methods import MethodConfig
@@ -85,7 +84,7 @@ def consolidate(*, options: ConsolidateOptions, train: Path, vocabulary: Path, o
         write_json(out / "adapter" / "adapter_config.json", described)
     trained_with = state["options"]
     progress = state["progress"]
-    about: dict[str, Any] = {
+    about: Tree = {
         "fingerprint": state["fingerprint"],
         "init_from": state.get("init_from"),
         "supervised_by": state.get("supervised_by", []),
@@ -144,9 +143,9 @@ def _load(checkpoint: Checkpoint, model: Model) -> None:
     load_whole(checkpoint.path, tensors)
 
 
-def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) -> dict[str, Any]:
-    """Entries of config.json for `predict` (see `evaluate.inference.predict`); empty without such heads."""
-    entries: dict[str, Any] = {}
+def _heads(model: Model, genes: Vocabulary, state: Tree, train: Path) -> Tree:
+    """Tree of config.json for `predict` (see `evaluate.inference.predict`); empty without such heads."""
+    entries: Tree = {}
     regressors = {}
     for name, regression in find_regressions(model.objective).items():
         regressors[name] = {"target_column": regression.config.target_column}
@@ -158,9 +157,9 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
     options = stored_options(state["options"], f"{train}: its checkpoint")
     fill_buffers(model, options.train.seed, genes)
     shards, problem = find_shards(train, options, state["fingerprint"])
-    classifiers: dict[str, Any] = {}
+    classifiers: Tree = {}
     for name, head in heads.items():
-        entry: dict[str, Any] = {
+        entry: Tree = {
             "label_column": head.config.label_column,
             "labels": head.label_names,
         }
@@ -181,7 +180,7 @@ def _heads(model: Model, genes: Vocabulary, state: dict[str, Any], train: Path) 
     return entries
 
 
-def list_cells(out: Path, train: Path, fingerprint: str) -> dict[str, Any]:
+def list_cells(out: Path, train: Path, fingerprint: str) -> Tree:
     """Write digests of the cells of the run and of the models before it to the folder `out`, and
     return the entry of config.json; without the run's shards, print a warning and return none.
     """
@@ -199,8 +198,8 @@ def list_cells(out: Path, train: Path, fingerprint: str) -> dict[str, Any]:
 
 
 def _write_ridge(
-    model: Model, genes: Vocabulary, tokens: Tokens, state: dict[str, Any], train: Path, out: Path
-) -> dict[str, Any]:
+    model: Model, genes: Vocabulary, tokens: Tokens, state: Tree, train: Path, out: Path
+) -> Tree:
     """Write the regression for hidden genes, and return its entry of config.json; empty without one."""
     options = stored_options(state["options"], f"{train}: its checkpoint")
     decodes = any(isinstance(x, CellDecoding) for x in model.objective.parts_by_name().values())
@@ -221,7 +220,7 @@ def _write_ridge(
     return {} if ridge is None else {"ridge": ridge.write(out)}
 
 
-def model_card(config: dict[str, Any], parameters: int) -> str:
+def model_card(config: Tree, parameters: int) -> str:
     """Return the README of an export: the model, its training, and its limits (model_card.md)."""
     classifiers = [config.get("classifier"), *config.get("more_classifiers", {}).values()]
     template = Template(
@@ -241,7 +240,7 @@ def model_card(config: dict[str, Any], parameters: int) -> str:
     )
 
 
-def _calibration_line(classifier: dict[str, Any]) -> str:
+def _calibration_line(classifier: Tree) -> str:
     calibration = classifier["calibration"]
     if calibration is None:
         return f"not calibrated: {classifier.get('uncalibrated', NO_VALIDATION)}"
@@ -252,7 +251,7 @@ def _calibration_line(classifier: dict[str, Any]) -> str:
     )
 
 
-def _listed(options: dict[str, Any], name: str) -> str:
+def _listed(options: Tree, name: str) -> str:
     """Options in a row of the card, without `name`, nulls and mappings."""
     words = []
     for key, value in options.items():
@@ -261,7 +260,7 @@ def _listed(options: dict[str, Any], name: str) -> str:
     return ", ".join(words)
 
 
-def _objective(options: dict[str, Any]) -> str:
+def _objective(options: Tree) -> str:
     """Name and options of an objective, or of the parts of a sum, for a row of the card."""
     if "parts" in options:
         parts = [_objective({"name": name} | part) for name, part in options["parts"].items()]

@@ -160,7 +160,7 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
     path = Path(read_json(record)["manifest"])
     problem = f"{path} was not found"
     columns = options.read_columns(), options.number_columns()
-    for candidate in _find_existing(path, train):
+    for candidate in find_existing(path, train):
         problem = f"{path} is of other shards by now"
         try:
             if Manifest.read(candidate).fingerprint_with(*columns) == fingerprint:
@@ -172,7 +172,7 @@ def find_shards(train: Path, options: TrainOptions, fingerprint: str) -> tuple[P
     return None, problem
 
 
-def _find_existing(path: Path, start: Path) -> list[Path]:
+def find_existing(path: Path, start: Path) -> list[Path]:
     """Find files or folders called `path`, in the working directory and in each folder above `start`."""
     candidates = [path] + [above / path for above in start.resolve().parents]
     return [candidate for candidate in candidates if candidate.exists()]
@@ -184,7 +184,7 @@ def _find_ancestors(
     """Yield the models that a run started from or learnt from."""
     parent = record.get("init_from")
     if parent is not None:
-        yield parent, next(iter(_find_existing(Path(parent), train)), None)
+        yield parent, next(iter(find_existing(Path(parent), train)), None)
     for teacher in options.objective.teachers:
         folder = train.parents[1] / teacher / "model"
         yield f"its teacher {teacher}", folder if folder.is_dir() else None
