@@ -5,8 +5,8 @@ the models that it started from. Corpus number N has four arrays:
 
     N.cells      `(cells,)` uint64, ascending: for each cell the first half of `split.hash_cells`, over the
                  genes of N.genes
-    N.barcodes   `(barcodes,)` uint64: hashes of the barcodes in the names of cells, sample after sample. They
-                 ascend within a sample
+    N.barcodes   `(barcodes,)` uint64: hashes of the barcodes in the names of cells, sample after sample. The
+                 hashes of a sample ascend
     N.samples    `(samples + 1,)` int64: index of the first barcode of each sample in N.barcodes, and the
                  number of barcodes
     N.genes      `(bytes,)` uint8: Ensembl ids of the corpus's vocabulary, one per line
@@ -45,9 +45,8 @@ FILE = "cells.digest"
 ENTRY = "cell_digests"  # the key of config.json with facts about the file
 FORMAT = 1
 KIT_BARCODES = 737_280  # number of barcodes in the smallest common kit (10x Genomics v1 and v2)
-MAX_CHANCE = (
-    0.1  # chance may explain at most this share of the barcodes that two matching samples share
-)
+# two samples match only if chance explains at most this fraction of the barcodes that they share
+MAX_CHANCE = 0.1
 # log of 1e-9: the probability that any two samples match by chance is at most 1e-9
 MAX_LOG_PROBABILITY = -20.7
 MIN_SAMPLE_BARCODES = 8  # samples with fewer barcodes are joined into one sample per file
@@ -66,8 +65,9 @@ class CorpusDigests(NamedTuple):
         """Return True for each cell with a barcode of a matching training sample, `(cells,)` bool.
 
         `names` are the names of the cells of a file. A sample of the file and a training sample match on two
-        conditions. At most `MAX_CHANCE` of the barcodes that they share are explained by chance. And the
-        probability that any two samples share so many barcodes by chance is at most 1e-9 (Chernoff's bound).
+        conditions. First, chance explains at most the fraction `MAX_CHANCE` of the barcodes that they share.
+        Second, the probability that any two samples share so many barcodes by chance is at most 1e-9
+        (Chernoff's bound).
         """
         cells = _read_barcodes(("", name) for name in names)
         is_known = np.zeros(len(cells), bool)
@@ -107,7 +107,7 @@ class CellDigests(NamedTuple):
     """Content of the file cells.digest."""
 
     corpora: dict[str, CorpusDigests]  # by fingerprint of the corpus
-    # models that this model started from, but their training cells are not known
+    # names of the models that this model started from, but only those with unknown training cells
     unknown: list[str]
 
 

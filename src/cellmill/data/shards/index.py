@@ -20,7 +20,7 @@ Stage `teach` writes the vectors that a teacher model gives to cells. Objective 
 All arrays are mapped into memory: a page is read on first use, and the processes of a node share it.
 
 Level number i of an obs column, counted from 0, has code i + 1. The code is the same in every run, layout and split of
-a corpus, and in exported models. Code 0 is an unknown value: one that the corpus does not have. If the corpus has cells
+a corpus, and in exported models. Code 0 is an unknown value, which the corpus does not have. If the corpus has cells
 without a value, the last level stands for a missing value. Numbers are what an objective predicts, such as an age or a
 protein's count.
 """
@@ -56,9 +56,8 @@ INDEX_DTYPES = {
     "levels": "<u2",
     "numbers": "<f8",
 }
-MAX_NONZEROS = np.iinfo(
-    np.int32
-).max  # a shard has at most this many nonzeros, because its indptr is int32
+# a shard has at most this many nonzeros, because its indptr is int32
+MAX_NONZEROS = np.iinfo(np.int32).max
 
 
 @contextmanager
