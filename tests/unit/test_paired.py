@@ -11,9 +11,9 @@ from cellmill.evaluate.classifiers.class_predictions import (
     LARGEST_CLASS,
     NOT_TESTED,
     ClassPredictions,
-    cell_scores,
+    score_cells,
 )
-from cellmill.evaluate.intervals import Estimate, paired_difference, share_closed
+from cellmill.evaluate.intervals import Estimate, estimate_closed_share, estimate_difference
 from cellmill.evaluate.methods import ALL_GENES, EMBEDDING, MAJORITY
 from cellmill.evaluate.scores import ScoreColumn, table_rows, tabulate
 from cellmill.evaluate.tasks.perturbation.baselines import MEAN, NO_CHANGE
@@ -39,7 +39,7 @@ def _predicted(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("metric", METRICS)
 def test_mean_scores_equal_the_metric(metric: str) -> None:
     labels, predicted = _predicted()
-    scores = cell_scores(metric, labels, predicted)
+    scores = score_cells(metric, labels, predicted)
     function, options = METRICS[metric]
     for row, classes in zip(scores, predicted):
         tested = classes != NOT_TESTED
@@ -60,15 +60,15 @@ def test_mean_scores_equal_the_metric(metric: str) -> None:
 def test_identical_predictions_differ_by_nothing() -> None:
     labels, predicted = _predicted()
     for metric in METRICS:
-        scores = cell_scores(metric, labels, predicted)
-        assert paired_difference(scores, scores) == Estimate(0.0, 0.0, 0.0, 0.0)
+        scores = score_cells(metric, labels, predicted)
+        assert estimate_difference(scores, scores) == Estimate(0.0, 0.0, 0.0, 0.0)
     ones = np.ones((2, 9))
-    assert paired_difference(ones, 0 * ones) == Estimate(1.0, 1.0, 1.0, 0.0)
+    assert estimate_difference(ones, 0 * ones) == Estimate(1.0, 1.0, 1.0, 0.0)
 
 
 def test_the_interval_equals_a_calculation_by_hand() -> None:
     own = np.array([[1.0, 1, 1, 0], [1, 0, 1, 0]])
-    found = paired_difference(own, np.zeros((2, 4)))
+    found = estimate_difference(own, np.zeros((2, 4)))
     # mean 5/8; means of cells 1, 1/2, 1, 0 and of repetitions 3/4, 1/2
     cells = np.var([1, 0.5, 1, 0], ddof=1) / 4
     repetitions = np.var([0.75, 0.5], ddof=1) / 2
@@ -122,7 +122,7 @@ def test_a_repetition_without_a_tested_unit_counts_nowhere() -> None:
     assert row.scores["new types"].repetitions == [0.5, None, 0.85]
     baseline = np.array([[0.4, 0.4], [0.9, 0.9], [0.3, 0.4]])
     tested = [0, 2]
-    assert paired_difference(scores, baseline) == paired_difference(
+    assert estimate_difference(scores, baseline) == estimate_difference(
         scores[tested], baseline[tested]
     )
     assert row.scores["new types"].sd == pytest.approx(np.std([0.5, 0.85], ddof=1))
@@ -209,7 +209,7 @@ def test_the_share_of_a_gap_equals_a_calculation_by_hand() -> None:
     zero = np.array([[0.0, 1, 0, 0, 1, 0, 0, 0]])
     ceiling = np.array([[1.0, 1, 1, 0, 1, 1, 1, 1]])
     own = np.array([[1.0, 1, 0, 0, 1, 0, 0, 0]])
-    found = share_closed(own, zero, ceiling)
+    found = estimate_closed_share(own, zero, ceiling)
     assert found is not None
     # means 2/8, 7/8 and 3/8: a fifth of a gap of 5/8
     deviations = own - 0.2 * ceiling - 0.8 * zero
@@ -220,12 +220,12 @@ def test_the_share_of_a_gap_equals_a_calculation_by_hand() -> None:
     more = [np.append(scores, [[1, 1]], axis=1) for scores in (own, zero, ceiling)]
     more[0][0, -1] = np.nan
     more[2][0, -2] = np.nan
-    assert share_closed(*more) == pytest.approx(found)
-    assert share_closed(own, ceiling, zero) is None
-    assert share_closed(own, zero, zero) is None
+    assert estimate_closed_share(*more) == pytest.approx(found)
+    assert estimate_closed_share(own, ceiling, zero) is None
+    assert estimate_closed_share(own, zero, zero) is None
     # exact, and so without a width
-    assert share_closed(zero, zero, ceiling) == pytest.approx((0, 0, 0), abs=1e-12)
-    assert share_closed(ceiling, zero, ceiling) == pytest.approx((1, 1, 1), abs=1e-12)
+    assert estimate_closed_share(zero, zero, ceiling) == pytest.approx((0, 0, 0), abs=1e-12)
+    assert estimate_closed_share(ceiling, zero, ceiling) == pytest.approx((1, 1, 1), abs=1e-12)
 
 
 def test_a_column_defines_what_0_and_100_percent_are() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cellmill.config.parts.tasks import PerturbationConfig
-from cellmill.evaluate.intervals import paired_difference
+from cellmill.evaluate.intervals import estimate_difference
 from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.task import Context
 from cellmill.evaluate.tasks.perturbation.change_scores import score_changes
@@ -106,7 +106,7 @@ def test_a_column_that_rewards_small_changes_is_named() -> None:
         sentences += describe_better_probes(column, probes, [ENTRY], 0.5)
         if metric == "MAE":
             half = probes[name_probes(ENTRY, 0.5)[0]]
-            gain = paired_difference(half, scores["MAE"][None])
+            gain = estimate_difference(half, scores["MAE"][None])
     assert sentences == [
         f"MAE, new perturbation: better than the prediction itself: probe: f x 0.5 + linear {gain.mean:+.4f} "
         f"({gain.low:+.4f} to {gain.high:+.4f}): this column can be improved without a better prediction."

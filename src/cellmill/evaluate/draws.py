@@ -11,7 +11,7 @@ other packages.
 import numpy as np
 
 LABELLED_CELLS = 0  # cells that a task with labels scores, if there are too many
-KNOCKED_OUT_CELLS = 0  # cells whose genes stage knock_out removes, if there are too many
+KNOCKED_OUT_CELLS = 0  # cells from which stage knock_out removes genes, if there are too many
 UMAP_CELLS = 1  # cells of a UMAP
 
 RANDOM_VECTORS = 2  # normal numbers: random vectors of cells, a method of task integration

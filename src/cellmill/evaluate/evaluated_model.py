@@ -40,9 +40,8 @@ class EvaluatedModel:
     tokens: Tokens
     manifest: Manifest  # of the training corpus
     seed: int
-    ridge: GeneRidge | None = (
-        None  # regression that predicts hidden genes together with the decoder
-    )
+    # regression that predicts hidden genes together with the decoder
+    ridge: GeneRidge | None = None
 
     @property
     def supervised_by(self) -> list[str]:

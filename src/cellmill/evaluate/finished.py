@@ -28,8 +28,8 @@ from cellmill.files import digest, read_json, sha256_file
 from cellmill.runs import results
 from cellmill.runs.results import TaskResult
 
-# Options of section `evaluate` that no task reads: which tasks and datasets there are, and the gates. A
-# task has its own options besides.
+# Options of section `evaluate` that change no result of a task. They say which tasks and datasets there
+# are, and which gates.
 NOT_READ = {"tasks", "datasets", "gate"}
 _task_result_adapter = TypeAdapter(TaskResult)
 
@@ -109,7 +109,7 @@ def _list_packages(task: Task, context: Context) -> list[str]:
 
 @cache
 def _digest_files(package: str) -> str:
-    """SHA-256 of all files of an imported package: its source files, and others such as gene tables."""
+    """SHA-256 of all files of an imported package, such as source files and gene tables."""
     module = sys.modules[package]
     folders = getattr(module, "__path__", [])
     found = sorted(chain.from_iterable(Path(folder).rglob("*") for folder in folders))

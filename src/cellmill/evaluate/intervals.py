@@ -47,7 +47,7 @@ class ClosedShare(NamedTuple):
     high: float
 
 
-def paired_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
+def estimate_difference(scores: np.ndarray, other_scores: np.ndarray) -> Estimate:
     """Estimate the mean of `scores` minus `other_scores`.
 
     Both are `(repetitions, units)`, by the same metric. A unit counts if both methods have a score.
@@ -80,7 +80,7 @@ def _cluster_variance(sums: np.ndarray) -> tuple[float, int]:
     return variance, n
 
 
-def share_closed(
+def estimate_closed_share(
     scores: np.ndarray, trivial: np.ndarray, ceiling: np.ndarray
 ) -> ClosedShare | None:
     """Estimate the share of the gap from `trivial` to `ceiling` that `scores` close.
@@ -92,10 +92,10 @@ def share_closed(
     scores, trivial, ceiling = (
         np.where(is_tested, values, np.nan) for values in (scores, trivial, ceiling)
     )
-    gap = paired_difference(ceiling, trivial)
+    gap = estimate_difference(ceiling, trivial)
     if gap.low <= 0:
         return None
-    share = paired_difference(scores, trivial).mean / gap.mean
+    share = estimate_difference(scores, trivial).mean / gap.mean
     # this difference is 0 on average; divided by the gap, its interval is the interval of the share
-    rest = paired_difference(scores - trivial, share * (ceiling - trivial))
+    rest = estimate_difference(scores - trivial, share * (ceiling - trivial))
     return ClosedShare(share, share + rest.low / gap.mean, share + rest.high / gap.mean)

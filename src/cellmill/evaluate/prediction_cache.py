@@ -68,8 +68,8 @@ class PredictionCache:
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
         self.predictions = KnownPredictions(_read(file))
-        # These predictions are not saved. Their features are those of one model, which no other evaluation
-        # has, or their classifier comes from another package.
+        # Predictions that are not saved. Their features come from one model, which no other evaluation has,
+        # or their classifier comes from another package.
         self.unsaved_predictions: dict[str, np.ndarray] = {}
 
     def get_or_compute(

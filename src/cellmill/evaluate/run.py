@@ -139,7 +139,7 @@ def _run_missing(
 ) -> dict[str, TaskResult]:
     """Run the tasks without a kept result, and return their results by name of the task run.
 
-    The first task run that fails has its UserError raised, after all others have ended.
+    If task runs fail, the UserError of the first one is raised after all task runs have ended.
     """
     n_processes = _count_processes(task_runs, context)
     estimated_s = _estimate_and_print_plan(task_runs, context, finished.ratios.read(), n_processes)

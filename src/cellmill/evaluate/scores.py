@@ -1,4 +1,4 @@
-"""Scores of several methods on the same units, and the table, differences, gaps and verdicts of them.
+"""Scores of several methods on the same units, with their table, differences, gaps and verdicts.
 
 A row of the table is a method. A column of the table is a metric under one condition, such as accuracy
 with 10 labelled cells. `intervals.py` has the statistics.
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cellmill.evaluate.intervals import paired_difference, share_closed
+from cellmill.evaluate.intervals import estimate_closed_share, estimate_difference
 from cellmill.evaluate.methods import ByMethod
 from cellmill.runs.results import (
     MIN_UNITS,
@@ -74,7 +74,7 @@ class ScoreColumn:
         """Estimate the paired difference `method` minus `other`, with its interval."""
         scores = self.scores[method]
         other_scores = self.scores[other]
-        estimate = paired_difference(scores, other_scores)
+        estimate = estimate_difference(scores, other_scores)
         n_units = self._count_units(scores - other_scores)  # NaN if either method lacks a score
         return Difference(
             self.heading,
@@ -138,7 +138,7 @@ class ScoreColumn:
             n_units = self._count_units(scores + trivial + ceiling)
             if n_units < MIN_UNITS:
                 return replace(gap, n=n_units)
-            closed_share = share_closed(sign * scores, sign * trivial, sign * ceiling)
+            closed_share = estimate_closed_share(sign * scores, sign * trivial, sign * ceiling)
             if closed_share is None:
                 return gap
             share, low, high = closed_share
@@ -186,7 +186,7 @@ def tabulate(
     columns are only in the table. `metric` is the heading of the column that ranks the rows, by default
     the first column. Higher values of that column must be better.
 
-    If `rows`, `verdicts` or `differences` are given, they replace those that are made from the columns.
+    `rows`, `verdicts` and `differences` are made from the columns unless they are given.
     """
     judged = columns if judged is None else judged
     if rows is None:

@@ -57,8 +57,8 @@ def split_groups(
 ) -> list[Fold]:
     """Divide cells into at most `most_folds` folds that each test whole groups.
 
-    `groups` has the group of each cell, NaN for none; cells without a group are in no fold. Each fold is a
-    repetition of its own. A single group makes no fold.
+    `groups` has the group of each cell, NaN for none. Cells without a group are in no fold. The folds are
+    numbered as repetitions. A single group makes no fold.
 
     A fold is left out if it has fewer than `min_cells` fitted or tested cells. With `labels`, `(cells,)`,
     a fold is also left out if its fitted cells have a single class, because no classifier can be fitted.

@@ -19,7 +19,7 @@ from cellmill.models.objective import STATISTICS_STEP, GeneStatistics, Objective
 from cellmill.models.objectives.shared.views import ViewBatch, ViewConfig
 
 BLOCK = 4096  # at most this many cells of a shard are read at once
-# Statistics of genes are over at least this many training cells, if there are as many. Shards are
+# Blocks of training cells are read for statistics of genes until they have this many cells. Shards are
 # shuffled, so the first cells are a random sample.
 MAX_TRAIN_CELLS = 200_000
 # Views are drawn of the first cells, until these have at least this many tokens. The mean profile of

@@ -57,7 +57,7 @@ from cellmill.evaluate.inference.predict import (
     find_classifiers,
     predict_heads,
 )
-from cellmill.evaluate.inference.saved_vectors import embedding_facts
+from cellmill.evaluate.inference.saved_vectors import list_embedding_facts
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.files import remove_incomplete, sha256_file, write_json
 from cellmill.models.families.autoregressive import (
@@ -92,7 +92,7 @@ def embed(
     loaded = load_for_inference(model)
     network, vocabulary, _, config = loaded
     read = {"counts": counts, "counts_rule": counts_rule, "gene_column": gene_column}
-    facts = embedding_facts(path, read, model, network, options.embed)
+    facts = list_embedding_facts(path, read, model, network, options.embed)
     started = time.perf_counter()
     with (
         SavedWork(out, {"cellmill": __version__, **facts}) as saved,

@@ -44,7 +44,11 @@ from cellmill.evaluate.evaluated_datasets import DatasetFiles, EvaluatedDatasets
 from cellmill.evaluate.evaluated_model import load_evaluated
 from cellmill.evaluate.finished import FinishedTasks
 from cellmill.evaluate.gate import find_failures
-from cellmill.evaluate.inference.embed import describe_limits, gene_coverage, load_for_inference
+from cellmill.evaluate.inference.embed import (
+    describe_limits,
+    load_for_inference,
+    measure_gene_coverage,
+)
 from cellmill.evaluate.inference.files import read_costs, read_embedding, write_scores
 from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
@@ -180,7 +184,7 @@ def _make_result(dataset: _HeldOutDataset, task_results: dict[str, TaskResult]) 
         n_without_genes=n_chosen - n_scored,
         roles={role: column for role, column in columns.items() if column != role},
         tasks=task_results,
-        genes=asdict(gene_coverage(context.gene_columns, context.model.vocabulary)),
+        genes=asdict(measure_gene_coverage(context.gene_columns, context.model.vocabulary)),
         in_corpus=dataset.in_corpus,
         n_copies=dataset.n_copies,
         supervised=context.supervision_note,

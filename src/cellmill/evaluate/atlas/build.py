@@ -1,9 +1,10 @@
 """Makes an atlas from the embeddings of datasets.
 
-The distance of a new cell to its neighbours is compared with the distances of reference cells, which are
-drawn from the atlas. The neighbours of a reference cell are cells of other donors, because a new cell is
-of a new donor too. In an atlas of one donor, only the cell itself and cells with an equal vector are left
-out. Then the distances of reference cells are smaller than those of cells of a new donor.
+Reference cells are drawn from the atlas. The distance of a new cell to its neighbours is compared with the
+distances of reference cells to their neighbours. The neighbours of a reference cell are cells of other
+donors, because a new cell is of a new donor too. In an atlas of one donor, only the reference cell itself
+and cells with an equal vector are left out. Then a cell of a new donor has a larger distance than the
+reference cells, even if it is of the same type.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.atlas.search import (
     MAX_EXACT,
     Points,
+    average_distances,
     has_faiss,
-    mean_distance,
     write_graph,
 )
 from cellmill.evaluate.atlas.store import (
@@ -42,12 +43,11 @@ from cellmill.evaluate.atlas.store import (
 from cellmill.evaluate.atlas.votes import NO_LABEL, Electorate
 from cellmill.evaluate.draws import draw_cells
 from cellmill.evaluate.inference.files import explain_damage, read_embedding
-from cellmill.evaluate.inference.label_counts import label_texts
+from cellmill.evaluate.inference.label_counts import list_label_texts
 from cellmill.files import sha256_file, write_json
 
-DRAWN = (
-    5000  # at most this many reference cells; a share of 5 % of them has a standard error of .3 %
-)
+# at most this many reference cells; a share of 5 % of them has a standard error of .3 %
+DRAWN = 5000
 NO_COLUMN = "-"  # name of the label column of a dataset without labels
 
 
@@ -88,7 +88,7 @@ def read_embedded(
     rows = np.flatnonzero(np.isfinite(vectors[:, 0]))
     labels = np.full(len(names), None, object)
     if label in columns:
-        labels = label_texts(columns[label], ())
+        labels = list_label_texts(columns[label], ())
     donors = np.full(len(names), "", object)
     if donor_column is not None:
         column = columns[donor_column]
@@ -213,7 +213,7 @@ def _measure_reference(
     neighbors, distances = Points(points).nearest_exact(
         queries, section.neighbors, groups, left_out_groups
     )
-    distance = mean_distance(distances)
+    distance = average_distances(distances)
     measured = np.flatnonzero(np.isfinite(distance))
     reference = np.zeros(len(measured), REFERENCE_CELL)
     reference["donor"] = drawn_cells["donor"][measured]

@@ -3,8 +3,11 @@
 A cell is refused if it is far from all cells of the atlas. The distance of a cell is its mean distance to
 its neighbours. The percentile of a cell is 100 c / (n + 1): the atlas has n reference cells, and c of
 these are nearer to their own neighbours. Cells with a percentile of at least 100 (1 - refuse_frac) are
-refused. If new cells are like the reference cells, whose donors were left out, then at most a share
-`refuse_frac` of the new cells is refused on average (conformal prediction: Vovk, Gammerman & Shafer 2005).
+refused.
+
+The neighbours of a reference cell are cells of other donors, so reference cells are like cells of a new
+donor. For new cells that are like them, the refused share is at most `refuse_frac` on average (conformal
+prediction: Vovk, Gammerman & Shafer 2005).
 
 The neighbours of a cell are points, which are the distinct vectors of the atlas. A point belongs to one
 cell, or to several cells.
@@ -19,7 +22,7 @@ import pandas as pd
 
 from cellmill.config.run import Map
 from cellmill.evaluate.atlas.ontology import find_terms
-from cellmill.evaluate.atlas.search import NOWHERE, mean_distance
+from cellmill.evaluate.atlas.search import NOWHERE, average_distances
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.atlas.votes import NO_LABEL, Votes
 from cellmill.evaluate.inference.annotations import (
@@ -81,7 +84,7 @@ def map_vectors(atlas: CellAtlas, vectors: np.ndarray, seen: Seen, section: Map)
     for name in ("points", "distances", "in_atlas", "codes", "agreement", "n_donors"):
         joined[name] = np.concatenate([getattr(block, name) for block in blocks])
     voted = replace(blocks[0], **joined)
-    distance = mean_distance(voted.distances)  # in the unit of the stored vectors
+    distance = average_distances(voted.distances)  # in the unit of the stored vectors
 
     # compare the distances of new cells with the distances of reference cells
     is_new = ~voted.in_atlas if seen.is_seen is None else ~voted.in_atlas & ~seen.is_seen

@@ -141,7 +141,7 @@ def _find_smallest(scores: np.ndarray, k: int) -> np.ndarray:
     return np.argpartition(scores, k - 1, axis=1)[:, :k]
 
 
-def mean_distance(distances: np.ndarray) -> np.ndarray:
+def average_distances(distances: np.ndarray) -> np.ndarray:
     """Mean of each cell's finite `distances`, `(cells, k)`: (cells,) float32. NaN without a finite one."""
     is_finite = np.isfinite(distances)
     sums = np.where(is_finite, distances, 0).sum(axis=1, dtype=np.float64)
@@ -184,7 +184,7 @@ def write_graph(path: Path, vectors: np.ndarray) -> str:
 def read_graph(path: Path, vectors: np.ndarray, remedy: str) -> Any:
     """Read the graph of `vectors`. Compare the SHA-256 of the file first: the library trusts what it reads.
 
-    Raises DataError if the file is no graph of as many vectors of this width.
+    Raises DataError if the file is no graph, or a graph of another number or width of vectors.
     """
     faiss = _faiss()
     try:

@@ -10,7 +10,7 @@ from cellmill.evaluate import draws
 from cellmill.evaluate.classifiers.fitted import precompute_folds, without_overhead
 from cellmill.evaluate.classifiers.logistic import LogisticRegression
 from cellmill.evaluate.draws import seeded
-from cellmill.evaluate.features.cell_features import cell_profiles
+from cellmill.evaluate.features.cell_features import compute_profiles
 from cellmill.evaluate.labels import choose_cells
 from cellmill.evaluate.methods import REGRESSION
 from cellmill.evaluate.prediction_cache import CachedClassifiers
@@ -33,7 +33,7 @@ def predict_ceiling_labels(context: Context) -> np.ndarray:
     predicted = np.full(context.reader.n_obs, "", dtype=labels.dtype)
     if len(chosen.classes) < 2:
         return predicted
-    shared = context.feature_cache.share(cell_profiles(context, cells))
+    shared = context.feature_cache.share(compute_profiles(context, cells))
     classifiers = {REGRESSION: LogisticRegression(standardised=True)}
     # shuffle the cells, sort them by label, and put them into the two halves in turn
     order = seeded(seed, draws.HALVES_OF_LABELS).permutation(len(labels))

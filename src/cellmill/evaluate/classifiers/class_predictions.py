@@ -27,7 +27,7 @@ NOT_TESTED = -1  # class id of a cell that a repetition does not test
 LARGEST_CLASS = ScoredMethod("largest class")
 
 
-def cell_scores(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+def score_cells(metric: str, labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """Score each cell by `metric`, one of CLASS_METRICS: `(repetitions, cells)` float64.
 
     The mean of the scores over the tested cells of a repetition is the metric of that repetition. Cells
@@ -119,7 +119,7 @@ class ClassPredictions:
         """
         class_ids_by_method = self.by_condition[condition]
         scores = {
-            method: cell_scores(metric, self.true_ids, class_ids)
+            method: score_cells(metric, self.true_ids, class_ids)
             for method, class_ids in class_ids_by_method.items()
         }
         is_tested = next(iter(class_ids_by_method.values())) != NOT_TESTED
@@ -146,7 +146,7 @@ class ClassPredictions:
         largest = np.bincount(self.true_ids[is_tested.any(0)]).argmax()
 
         def score_tested(predicted: Any) -> np.ndarray:
-            return cell_scores(metric, self.true_ids, np.where(is_tested, predicted, NOT_TESTED))
+            return score_cells(metric, self.true_ids, np.where(is_tested, predicted, NOT_TESTED))
 
         trivial = {LARGEST_CLASS: score_tested(largest)}
         if MAJORITY in column.scores:

@@ -12,7 +12,7 @@ A scaled regression divides each gene by its standard deviation over the fitted 
 regression has its own ZZᵀ. A shared matrix K, scaled by the standard deviations over all cells, is used in
 its place. The dual coefficients a are first fitted with K alone. Then each round corrects the error of K:
 
-1. It computes the offsets (ZZᵀ - K) a / λ, the difference between the true logits and those with K.
+1. It computes the offsets (ZZᵀ - K) a / λ. They are the true logits minus the logits with K.
 2. It fits the dual coefficients again, with these offsets added to the logits.
 3. It finishes a regression if no offset has changed by more than OFFSET_TOLERANCE since the last round.
 
@@ -30,9 +30,8 @@ from cellmill.evaluate.classifiers.newton import DualVector, Search, Unwhitened
 from cellmill.evaluate.features.products import CellProducts, compute_scales
 
 MAX_ROUNDS = 12  # a regression that is not finished after this many rounds has no result
-OFFSET_TOLERANCE = (
-    1e-3  # an offset of a finished regression changed by at most this in the last round
-)
+# an offset of a finished regression changed by at most this in the last round
+OFFSET_TOLERANCE = 1e-3
 MAX_STACKED_CLASSES = 256  # at most this many classes, of all regressions that take steps together
 ByRegression = dict[int, np.ndarray]
 """An array by the index of a regression: dual coefficients, logits, or a value of each gene."""
@@ -66,6 +65,7 @@ def fit_dual_coefs(features: Any, targets: np.ndarray) -> np.ndarray:
         products += 1  # the product of the added features
 
     def compute_logits(dual_coefs: np.ndarray, out: np.ndarray) -> None:
+        # without stored products, multiply by the features twice
         if products is None:
             coefficients = features.T @ dual_coefs.T.astype(features.dtype)
             intercept_part = dual_coefs.sum(1, keepdims=True)

@@ -41,9 +41,8 @@ from cellmill.errors import DataError
 CURVATURE = 0.07  # c: the curvature of a typical cell at the optimum
 TOLERANCE = 1e-4  # at the optimum, a derivative by a coefficient of U is at most this
 RIDGE = 1e-10  # added to the diagonal of UUᵀ, in units of n / c, the largest value of UUᵀ
-FORCING = (
-    0.5  # a Newton step is exact enough if it leaves at most this share of the gradient's norm
-)
+# a Newton step is exact enough if it leaves at most this share of the gradient's norm
+FORCING = 0.5
 MAX_STEPS = 100  # at most this many Newton steps
 ARMIJO = 1e-4  # a step must lower the objective by at least this share of what its slope promises
 ROUNDING = 1e-12  # a rise of the objective by at most this may be a rounding error of a descent

@@ -40,7 +40,7 @@ def cell_features(context: Context, cells: np.ndarray) -> Features:
     return {**features}  # a copy, because a task may add methods
 
 
-def cell_profiles(context: Context, cells: np.ndarray) -> sp.csr_matrix:
+def compute_profiles(context: Context, cells: np.ndarray) -> sp.csr_matrix:
     """Log-normalised counts of `cells` (indices, ascending), `(cells, genes)`.
 
     The matrix is feature ALL_GENES of `cell_features`. The other features are not computed.

@@ -20,8 +20,8 @@ NO_RANK_VARIANCE = 1e-9
 def choose_variable_genes(profiles: sp.csr_matrix) -> np.ndarray:
     """Choose the VARIABLE_GENES most variable genes, as indices in ascending order.
 
-    The method is scanpy's highly_variable_genes of flavor seurat. The dispersion of a gene is the
-    variance of its counts per 10,000 divided by their mean. The logarithm of the dispersion is
+    The method is scanpy's highly_variable_genes of flavor seurat. The dispersion of a gene is the variance of
+    the counts per 10,000, divided by the mean of these counts. The logarithm of the dispersion is
     standardised over genes with similar means.
     """
     # mean and variance of the counts per 10,000 of each gene, from the log-normalised profiles

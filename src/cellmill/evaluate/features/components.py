@@ -170,5 +170,5 @@ def pca(shape: Sequence[int], n_components: int = COMPONENTS) -> PrincipalCompon
 
 
 def fit_own_components(profiles: sp.csr_matrix) -> np.ndarray:
-    """Fit principal components to `profiles`, and return those of the same cells, `(cells, components)`."""
+    """Fit principal components to `profiles`, and return the components of these cells, `(cells, components)`."""
     return np.asarray(pca(profiles.shape).fit_transform(profiles))

@@ -12,7 +12,7 @@ ALPHAS = np.logspace(-2, 4, 13)
 # From this expected count on, the logarithm of the expected count is used. It differs from the expected
 # logarithm by at most 0.02.
 LARGE_COUNT = 30.0
-ROUNDING = 1e-9  # a column is constant if its centred length is at most this, by its largest value
+ROUNDING = 1e-9  # a column with a smaller length after centring is constant
 
 
 def column_correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -33,7 +33,7 @@ def _varies(values: np.ndarray, centred_length: np.ndarray) -> np.ndarray:
     """Mark the columns that vary, (columns,) bool.
 
     `centred_length` is the length of each column after its mean was subtracted. Rounding errors give a
-    constant column a length above 0.
+    constant column a length above 0, so the length is compared with the largest value of the column.
     """
     is_varying: np.ndarray = centred_length > ROUNDING * np.abs(values).max(0)
     return is_varying

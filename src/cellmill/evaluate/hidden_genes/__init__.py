@@ -1,1 +1,1 @@
-"""Prediction of genes that are hidden from a model, by its decoder and by the ridge regression of an export."""
+"""Prediction of genes that are hidden from a model, by the model's decoder and by a ridge regression."""

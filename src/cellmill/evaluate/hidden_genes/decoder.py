@@ -30,8 +30,8 @@ from cellmill.parallel.vocab_parallel import token_logits
 
 DECODED_CELLS = 256  # at most this many cells are decoded at once by cell_decoding
 QUERIED_CELLS = 32  # at most this many cells are decoded at once by query_decoding
-# masked_value predicts at most this many hidden genes in one pass: about as many genes of a cell as
-# training masks
+# masked_value predicts at most this many hidden genes in one pass. Training masks a similar number of
+# genes of a cell.
 MASKED_GENES = 64
 MIN_SUM = 1e-9  # shares and depths that divide are at least this, so that no division is by 0
 
@@ -63,7 +63,7 @@ def find_decoding_objective(network: Model) -> CellDecoding | QueryDecoding | Ma
         if isinstance(part, CellDecoding | QueryDecoding):
             check_heads(network)
             return part
-    # masked_value counts only on its own: as a part of a sum it may read a view of the cell
+    # masked_value as a part of a sum is not used, because the sum may show it only a view of the cell
     if isinstance(objective, MaskedValue) and objective.tokens.value_kind == "scalar":
         return objective
     return None

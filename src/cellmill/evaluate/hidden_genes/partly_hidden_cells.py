@@ -1,7 +1,8 @@
 """Cells with genes that are hidden from the model.
 
-A hidden gene is treated as one that was not measured. Its counts are removed before anything is
-computed from a cell. A model whose tokens include zeros (`tokens.zero_frac`) gets no zero for it.
+A hidden gene is treated like a gene that was not measured. The counts of hidden genes are removed before
+anything is computed from a cell. Some models have tokens of zeros (`tokens.zero_frac`), but a hidden gene
+has no such token.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, H hidden width.
 """

@@ -87,8 +87,8 @@ class GeneRidge:
         Returns one array for each of `noises`, (C, G) float32, in log(1 + counts per 10,000). A noise is a
         multiple of `self.noise`. `visible_genes` and `hidden_genes` are rows of the vocabulary.
         """
-        # The 10,000 counts of a cell are those of visible and hidden genes together. The share of the
-        # hidden genes is not known, so it is taken to be their mean share.
+        # The 10,000 counts of a cell are of visible and hidden genes together. How many of them are of
+        # hidden genes is not known, so the mean share of these genes is taken.
         shares = self.shares.astype(np.float64)
         visible_share = shares[visible_genes].sum()
         hidden_share = shares[hidden_genes].sum()
@@ -132,9 +132,9 @@ class GeneRidge:
 
     @classmethod
     def read(cls, folder: Path, config: dict[str, Any]) -> Self | None:
-        """Read ridge.safetensors of a model folder; None if `config`, its config.json, has no entry `ridge`.
+        """Read ridge.safetensors of a model folder. `config` is the content of config.json.
 
-        Raises DataError for a damaged file or entry.
+        Returns None if `config` has no entry `ridge`. Raises DataError for a damaged file or entry.
         """
         entry = config.get("ridge")
         if entry is None:

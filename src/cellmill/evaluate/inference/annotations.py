@@ -29,10 +29,8 @@ PROBABILITY = "cellmill_probability"  # highest probability of a label
 REJECTED = "cellmill_rejected"  # True for a cell below the threshold, which has no label
 VALUE = "cellmill_value"  # predicted number
 
-# tables in obsm
-PROBABILITIES = (
-    "cellmill_probabilities"  # by label, in the order of uns[ABOUT_PREDICTION]["labels"]
-)
+# tables in obsm; probabilities are in the order of uns[ABOUT_PREDICTION]["labels"]
+PROBABILITIES = "cellmill_probabilities"
 NEIGHBORS = "cellmill_neighbors"  # indices of cells of the atlas
 NEIGHBOR_DISTANCES = "cellmill_neighbor_distances"
 
@@ -42,7 +40,7 @@ ABOUT_MAP = "cellmill_map"
 ABOUTS = (ABOUT_PREDICTION, ABOUT_MAP)
 
 
-def names_of_predictions(*abouts: Iterable[str]) -> set[str]:
+def list_prediction_names(*abouts: Iterable[str]) -> set[str]:
     """List the obs columns and obsm tables that a prediction may have.
 
     `abouts` are the entries of predictions in uns. Their keys say which heads there are: key
@@ -72,7 +70,7 @@ class Annotations:
     def add_to(self, adata: Any) -> None:
         """Add the annotations to the AnnData of the same cells, in place of earlier predictions."""
         earlier = adata.uns.get(ABOUT_PREDICTION, {})
-        for name in names_of_predictions(earlier, self.about):
+        for name in list_prediction_names(earlier, self.about):
             adata.obsm.pop(name, None)
             if name in adata.obs:
                 del adata.obs[name]

@@ -35,8 +35,8 @@ from cellmill.models.objectives.shared.calibration import (
 )
 
 N_THRESHOLDS = 100  # a calibration has the thresholds 0, 1 / N_THRESHOLDS, 2 / N_THRESHOLDS, ...
-# The largest temperature; the smallest is its inverse. Without bounds, cells that are all classified
-# correctly have no best temperature.
+# A temperature is between 1 / MAX_TEMPERATURE and MAX_TEMPERATURE. Without bounds, there is no best
+# temperature if all cells are classified correctly.
 MAX_TEMPERATURE = 100.0
 NO_VALIDATION = "the run had no labelled validation cells"
 CELL_BLOCK = 65_536  # logits of at most this many cells are computed at once
@@ -148,8 +148,8 @@ def calibrate_head(
 ) -> Calibration | None:
     """Calibrate the head `objective` on the labelled validation cells of its run; None without such cells.
 
-    The model must be on the CPU. `options` are those of the run, and `manifest` is the path of the manifest
-    of its shards.
+    The model must be on the CPU. `options` are the options of the run, and `manifest` is the path of the
+    manifest of the run's shards.
     """
     if Manifest.read(manifest).splits["val"].n_obs == 0:
         return None

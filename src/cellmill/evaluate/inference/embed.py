@@ -53,8 +53,8 @@ class GeneCoverage:
 
     n_present: int  # genes of the vocabulary with a column in the file
     n_genes: int  # genes of the vocabulary
-    # Share of the genes expressed in a training cell that the file measures, on average over cells.
-    # So each gene has the number of training cells that express it as its weight.
+    # A training cell expresses some genes, and the file measures a share of these genes. This is that
+    # share on average: each gene is weighted by the number of training cells that express the gene.
     expressed_frac: float
     # symbols of at most MAX_ABSENT genes that the file lacks, the most widely expressed first
     absent: tuple[str, ...]
@@ -68,8 +68,8 @@ class GeneCoverage:
         )
 
 
-def gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
-    """Return how much of `vocabulary` a file with these `columns` covers.
+def measure_gene_coverage(columns: GeneColumns, vocabulary: Vocabulary) -> GeneCoverage:
+    """Measure how much of `vocabulary` a file with these `columns` covers.
 
     Genes are weighted by the number of training cells that express them. An imported model has no such
     numbers, so all its genes have the same weight.
@@ -314,7 +314,7 @@ def measure_coverage(
     if not has_genes.any():
         raise DataError(f"{reader.path}: no cell has a count on a gene that the model knows")
     frac = column_counts.coverage_frac(columns)
-    genes = gene_coverage(columns, model.vocabulary)
+    genes = measure_gene_coverage(columns, model.vocabulary)
     _check_coverage(reader, columns, section, frac, genes)
     reader.warn_of_values()
     notes = columns.notes
@@ -370,9 +370,9 @@ def _advise(columns: GeneColumns, option: str) -> str:
 
 
 def read_levels(reader: CountsReader, model: Model) -> np.ndarray:
-    """Read the levels of those obs columns of a file that `model` reads, as codes.
+    """Read the level codes of a file's cells, (n_obs, columns) int32, in the obs columns that `model` reads.
 
-    Returns (n_obs, columns) int32, which is an entry of `per_cell` for `tokenize_blocks`.
+    The codes are an entry of `per_cell` for `tokenize_blocks`.
     """
     known = model.objective.levels
     obs = reader.read_obs([*known, DATASET])

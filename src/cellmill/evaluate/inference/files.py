@@ -34,7 +34,7 @@ from cellmill.evaluate.inference.annotations import (
     ABOUT_PREDICTION,
     ABOUTS,
     Annotations,
-    names_of_predictions,
+    list_prediction_names,
 )
 from cellmill.files import atomic_path, refuse_overwriting
 from cellmill.runs.results import DatasetResult, Row
@@ -98,7 +98,7 @@ def write_prediction(
         about = {predicted.key: predicted.about}
         earlier = file.get(f"uns/{ABOUT_PREDICTION}")
         keys = earlier if isinstance(earlier, h5py.Group) else ()
-        replaced = names_of_predictions(keys, predicted.about)
+        replaced = list_prediction_names(keys, predicted.about)
         obs = obs.drop(columns=replaced & {*obs.columns})
         _add(file, obs.assign(**columns), predicted.obsm, about, source)
         if source is None:

@@ -16,11 +16,11 @@ from cellmill.data.shards.obs import shard_column
 MAX_NAMES = 20  # at most this many labels are named, the most frequent ones
 
 
-def label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
+def list_label_texts(column: Any, known: Sequence[str]) -> np.ndarray:
     """Return the labels of an obs column as texts, (cells,) object; None for a missing label.
 
-    The texts are those that shards have. A text that usually means no label, such as `unknown`, is a label
-    only if it is in `known`.
+    Shards have the same texts. A text that usually means no label, such as `unknown`, is a label only if
+    the text is in `known`.
     """
     codes, values = pd.factorize(column)
     texts: list[str | None] = []
@@ -41,7 +41,7 @@ def count_by_label(labels: np.ndarray) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Labelled cells of a file, and those whose label the model does not know."""
+    """Numbers of labelled cells in a file, and of cells with a label that the model does not know."""
 
     n_labelled: int  # cells with a label
     n_unknown: int  # cells with a label that the model does not know
@@ -72,7 +72,7 @@ def count_labels(
     values = shard_column(obs, dataset, column)
     if values is None:
         return LabelCounts(0, 0, {}, f"{column}: the file has no such obs column")
-    texts = label_texts(values, labels)
+    texts = list_label_texts(values, labels)
     labelled = texts[~pd.isna(texts)]
     unknown = {label: n for label, n in count_by_label(labelled).items() if label not in labels}
     n_labelled = len(labelled)

@@ -45,7 +45,7 @@ from cellmill.evaluate.inference.calibration import (
     run_head,
 )
 from cellmill.evaluate.inference.embed import Embedding, check_heads
-from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, label_texts
+from cellmill.evaluate.inference.label_counts import MAX_NAMES, count_by_label, list_label_texts
 from cellmill.evaluate.seen.seen_cells import Seen
 from cellmill.models.family import Model
 from cellmill.models.objectives.classification import Classification
@@ -113,10 +113,11 @@ def choose_thresholds(
 ) -> dict[str, float]:
     """Return the smallest probability at which a head assigns a label, by the head's suffix.
 
-    `name` is what messages call the model. Raises ConfigError if the model has no heads, if its heads
-    would get other vectors than in training, or if a threshold is set for a model without labels. With
-    `min_accuracy`, also raises ConfigError if a head is not calibrated, or if no threshold reaches the
-    accuracy.
+    `name` is what messages call the model.
+
+    Raises ConfigError if the model has no heads, or if the heads would get other vectors than in training.
+    Raises ConfigError if a threshold is set and the model predicts numbers only. With `min_accuracy`, also
+    raises ConfigError if a head is not calibrated, or if no threshold reaches the accuracy.
     """
     heads = find_classifiers(model, config)
     thresholds = {}
@@ -191,7 +192,7 @@ def predict_heads(
         column = entry["label_column"]
         if column in obs and column != DATASET:
             assigned = np.asarray(predicted.obs[LABEL], object)
-            file_labels = label_texts(obs[column], entry["labels"])
+            file_labels = list_label_texts(obs[column], entry["labels"])
             figures, lines = compare_labels(column, file_labels, assigned, entry["labels"], seen)
             about |= _add_suffix(figures, suffix)
             agreement += lines

@@ -1,8 +1,8 @@
 """Saves the vectors of cells while `embed` runs. After a kill, the next process continues from there.
 
-The saved state is called `embedded`. It has the number of embedded cells, the sums of counts in each
-column, the values that the reader has seen, and the seconds that the work took. The vectors are saved as
-a stream of float32 rows, in the order of the cells. A cell without a known gene has a row of NaN.
+The saved state is called `embedded`. It has the number of embedded cells and the seconds that they took.
+It also has the sums of counts in each column, and the values that the reader has seen. The vectors are
+saved as a stream of float32 rows, in the order of the cells. A cell without a known gene has a row of NaN.
 """
 
 import time
@@ -84,7 +84,7 @@ class SavedVectors:
         self._saved.save(STATE, self._sums | seen_values | numbers, streams)
 
 
-def embedding_facts(
+def list_embedding_facts(
     path: Path, read: Mapping[str, Any], folder: Path, model: Model, embed: Embed
 ) -> dict[str, Any]:
     """Facts that the vectors of a file's cells depend on. Saved work is used only if all facts are equal.

@@ -1,8 +1,8 @@
 """Sizes of a dataset under evaluation, and CPU-seconds of work that several tasks do.
 
-Tasks estimate their own seconds from these sizes and seconds (`Task.estimate_s`). All seconds are those
-of a reference core, which multiplies float32 matrices at REFERENCE_FLOPS_PER_S. `planned.py` converts
-the seconds to this machine.
+Tasks estimate their own seconds from these sizes and seconds (`Task.estimate_s`). All seconds are for a
+reference core, which multiplies float32 matrices at REFERENCE_FLOPS_PER_S. `planned.py` converts the
+seconds to this machine.
 
 The factors in this file were measured. `benchmarks/evaluation.py` compares estimates with measured
 seconds, in its column *over plan*.

@@ -23,7 +23,7 @@ HASHED_ROWS = 1024  # at most this many cells of a file are hashed at once
 def find_equal_cells(
     reader: CountsReader, corpora: Sequence[HashedCorpus], among: np.ndarray
 ) -> np.ndarray:
-    """Mark the cells whose counts equal the counts of a cell in `corpora`, `(n_obs,)` bool.
+    """Mark the cells that have the same counts as a cell in `corpora`, `(n_obs,)` bool.
 
     Only the cells in the mask `among`, `(n_obs,)` bool, are compared, and only by genes that both the file
     and the corpus have. If the file lacks genes of a corpus, a cell must express at least MIN_GENES of the
@@ -44,7 +44,7 @@ def find_equal_cells(
 def _find_in_corpus(
     reader: CountsReader, corpus: HashedCorpus, target: np.ndarray, among: np.ndarray
 ) -> np.ndarray:
-    """Mark the cells in the mask `among` whose counts equal the counts of a cell in `corpus`.
+    """Mark the cells in the mask `among` that have the same counts as a cell in `corpus`.
 
     `target`, (columns,), has for each column of the file the row among the genes of the corpus, or -1.
     """
@@ -84,7 +84,7 @@ class _TrainingHashes:
         return cls(corpus.hashes_over(is_shared), corpus.missing_gene_terms(~is_shared), MIN_GENES)
 
     def find(self, sums: np.ndarray, n_genes: np.ndarray) -> np.ndarray:
-        """Mark the cells whose counts equal the counts of a training cell, `(cells,)` bool.
+        """Mark the cells that have the same counts as a training cell, `(cells,)` bool.
 
         `sums`, `(cells, 2)` uint64, are the result of `sum_pairs`. `n_genes`, `(cells,)`, is the number of
         shared genes that each cell expresses.

@@ -38,7 +38,7 @@ class HashedCorpus(NamedTuple):
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
         """Read the genes and the hashes of the shards that a training reads."""
-        splits = filled_splits(manifest)
+        splits = list_filled_splits(manifest)
         first_shard = manifest.shard_path(manifest.splits[splits[0]].shards[0])
         genes = _make_vocabulary(read_names(first_shard, "var").tolist())
         hashes = [open_index(manifest, split, "hashes") for split in splits]
@@ -59,7 +59,7 @@ class HashedCorpus(NamedTuple):
             return self.hashes
         gene_hashes = hash_genes(self.genes.gene_ids)
         parts = [np.zeros((0, 2), np.uint64)]
-        for split in filled_splits(self.manifest):
+        for split in list_filled_splits(self.manifest):
             for block in read_blocks(self.manifest, split):
                 # keep the entries of shared genes, and find where each cell begins among these
                 is_shared = shared.take(block.genes)
@@ -91,7 +91,7 @@ class HashedCorpus(NamedTuple):
         return hash_pairs(genes[:, None], np.arange(1, n_counts + 1)).ravel()
 
 
-def filled_splits(manifest: Manifest) -> list[str]:
+def list_filled_splits(manifest: Manifest) -> list[str]:
     """Return the splits that a training reads and that have cells."""
     return [split for split in TRAINING_SPLITS if manifest.splits[split].n_obs]
 

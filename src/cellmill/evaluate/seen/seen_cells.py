@@ -104,7 +104,7 @@ def _describe_limits(
 def _mark_cells(
     reader: CountsReader, training: KnownTrainingCells, corpora: Sequence[HashedCorpus]
 ) -> Seen:
-    """Mark the cells of `reader` that are among the training cells. `corpora` are those of `training`."""
+    """Mark the cells of `reader` that are among the cells of `training`, which has these `corpora`."""
     if training.missing_reason:
         return Seen(None, training.missing_reason)
     caveats = []

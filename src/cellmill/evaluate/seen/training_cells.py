@@ -18,7 +18,7 @@ from cellmill.config.plugin import in_one_line
 from cellmill.data.shards.cell_digests import CellDigests, CorpusDigests, read_digests
 from cellmill.data.shards.manifest import Manifest, verify
 from cellmill.errors import DataError, UserError
-from cellmill.evaluate.seen.corpus_hashes import HashedCorpus, filled_splits
+from cellmill.evaluate.seen.corpus_hashes import HashedCorpus, list_filled_splits
 from cellmill.files import read_json
 
 # name of a model, and the folder of its export; None if the folder is not there
@@ -141,7 +141,7 @@ def _find_shards_of_run(train: Path, fingerprint: str) -> _OwnTrainingCells:
         manifest = None
         if path is not None:
             manifest = Manifest.read(path)
-            splits = filled_splits(manifest)
+            splits = list_filled_splits(manifest)
             verify(manifest, [manifest.splits[split].index["hashes"] for split in splits])
     except (UserError, OSError, LookupError, TypeError, ValueError) as error:
         return _OwnTrainingCells(None, in_one_line(error), ancestors)

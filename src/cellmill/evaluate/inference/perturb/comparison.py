@@ -94,9 +94,10 @@ def _average_others(
 ) -> ChangesByMethod:
     """Average the changes of other perturbations for each unit: a baseline, (units, G).
 
-    `names`, (units,), are the perturbations of the units. Other perturbations are those of the file that
-    the model was `trained` on. If there are none, they are all perturbations of the file except the unit's.
-    The result is empty if a unit has no other perturbation.
+    `names`, (units,), are the perturbations of the units. The other perturbations of a unit are all
+    perturbations of the file that the model was `trained` on. If the file has no such perturbation, they are
+    all perturbations of the file except the one of the unit. The result is empty if a unit has no other
+    perturbation.
     """
     is_trained = np.isin(in_file.names, trained)
     masks_of_others = [in_file.names != name for name in names]

@@ -1,4 +1,4 @@
-"""Reads a file for which responses to perturbations are predicted: its controls, and their division."""
+"""Reads a file for which responses to perturbations are predicted, and divides its controls into strata."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
