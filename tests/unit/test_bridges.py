@@ -218,15 +218,15 @@ def test_scib_metrics_gives_what_our_measures_give(
     labels, batches = (
         np.unique(of, return_inverse=True)[1] for of in (cells.labels, cells.batches)
     )
-    before = measures.batch_variance(cells.features["PCA50"], batches).mean()
+    before = measures.measure_batch_variance(cells.features["PCA50"], batches).mean()
     for name, vectors in cells.features.items():
         assert values[name]["silhouette_label"] == pytest.approx(
-            measures.silhouettes(vectors, labels).mean(), abs=1e-4
+            measures.measure_silhouettes(vectors, labels).mean(), abs=1e-4
         )
         assert values[name]["bras"] == pytest.approx(
-            measures.bras(vectors, batches, labels).mean(), abs=1e-4
+            measures.measure_bras(vectors, batches, labels).mean(), abs=1e-4
         )
-        pcr = 1 - measures.batch_variance(vectors, batches).mean() / before
+        pcr = 1 - measures.measure_batch_variance(vectors, batches).mean() / before
         assert values[name]["pcr_comparison"] == pytest.approx(max(pcr, 0), abs=1e-4)
     given.batch = "absent"
     assert (
@@ -240,7 +240,7 @@ def test_cz_benchmarks_runs_its_tasks(given: argparse.Namespace, embedded_cells:
     cells = embedded_cells.read_cells(given)
     labels = np.unique(cells.labels, return_inverse=True)[1]
     for name, vectors in cells.features.items():
-        ours = measures.silhouettes(vectors, labels).mean()
+        ours = measures.measure_silhouettes(vectors, labels).mean()
         assert values[name]["Embedding: silhouette_score"] == pytest.approx(ours, abs=1e-4)
     assert values["embedding"]["Label Prediction: mean_fold_accuracy: lr"] > 0.8
     assert {name.partition(":")[0] for name in values["embedding"]} == {

@@ -124,7 +124,7 @@ def test_units_of_new_types_are_those_that_were_tested() -> None:
     )
     for fold, name in ((0, "a"), (1, "a"), (2, "d")):
         scores.record(fold, name, cast(Any, "method"), is_new, cast(Any, result))
-    assert [column.n_units for column in scores.columns()] == [2, 2]
+    assert [column.n_units for column in scores.make_columns()] == [2, 2]
 
 
 def test_refusals_of_a_type_of_one_donor_are_not_counted(clustered: Context) -> None:

@@ -21,9 +21,10 @@ from cellmill.data.arrays import log_normalise
 from cellmill.data.genes.tables import cell_ontology
 from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.task import Context
-from cellmill.evaluate.tasks.classification.transfer import (
+from cellmill.evaluate.tasks.classification.transfer import compute_transfer_features
+from cellmill.evaluate.tasks.classification.transfer_cells import (
     CellGroup,
-    compute_transfer_features,
+    TransferCells,
     find_copies,
     find_shared_genes,
 )
@@ -168,7 +169,7 @@ def test_tested_cells_do_not_reach_what_is_fitted(context: Context) -> None:
     counts.data[counts.indptr[-2] :] = 1
     other = replace(tested, counts=counts)
     before, after = (
-        compute_transfer_features(context.model, genes, [fitted], group)
+        compute_transfer_features(context.model, TransferCells([fitted], group, genes, n_copies=0))
         for group in (tested, other)
     )
     for name in before[0]:

@@ -213,13 +213,13 @@ def test_separated_labels_score_high() -> None:
 def test_lisi_has_the_weights_of_its_perplexity() -> None:
     vectors, _, _ = cells(2)
     graph = NeighborGraph.build(vectors, 30)
-    weights = measures.neighbor_weights(graph.distances, 10)
+    weights = measures.compute_neighbor_weights(graph.distances, 10)
     entropy = -(weights * np.log(weights)).sum(1)
     np.testing.assert_allclose(np.exp(entropy), 10, rtol=1e-4)
     # three neighbours at equal distances have equal weights: two of one label, one of the other
     even = NeighborGraph(np.array([[1, 2, 3]] * 4), np.ones((4, 3)))
     simpson = (1 / 3) ** 2 + (2 / 3) ** 2
-    found = measures.lisi(even, np.array([0, 0, 1, 1]), 3)
+    found = measures.measure_lisi(even, np.array([0, 0, 1, 1]), 3)
     assert found == pytest.approx([1 / simpson] * 4)
 
 
@@ -228,7 +228,7 @@ def test_kbet_is_the_chi_square_test_of_each_neighbourhood() -> None:
     graph = NeighborGraph.build(vectors, 19)
     n_cells = len(batches)
     expected = np.bincount(batches) / n_cells * 20  # a quarter of a batch's mean size
-    accepted = measures.kbet(vectors, batches, np.zeros(n_cells))
+    accepted = measures.measure_kbet(vectors, batches, np.zeros(n_cells))
     for cell in range(n_cells):
         neighbourhood = [cell, *graph.indices[cell]]
         counts = np.bincount(batches[neighbourhood], minlength=3)
@@ -250,13 +250,13 @@ def test_label_silhouettes_equal_scikit_learn(
     vectors[1] = vectors[0]
     expected = (silhouette_samples(vectors.astype(np.float64), labels) + 1) / 2
     atol = 1e-4 if single else 1e-6
-    np.testing.assert_allclose(measures.silhouettes(vectors, labels), expected, atol=atol)
+    np.testing.assert_allclose(measures.measure_silhouettes(vectors, labels), expected, atol=atol)
 
 
 def test_bras_is_a_silhouette_against_all_other_batches() -> None:
     vectors, batches, labels = cells(2, 60)
     batches[labels == 1] = np.arange(20) % 2  # with two batches, it is scikit-learn's
-    assert measures.bras(vectors, np.zeros(60, int), labels) is None
+    assert measures.measure_bras(vectors, np.zeros(60, int), labels) is None
     by_label = []
     for label in range(3):
         is_of_label = labels == label
@@ -275,7 +275,7 @@ def test_bras_is_a_silhouette_against_all_other_batches() -> None:
             expected = silhouette_samples(vectors_of_label, batch, metric="cosine")
             np.testing.assert_allclose(silhouettes, expected, atol=1e-9)
         by_label.append(1 - np.mean(np.abs(silhouettes)))
-    found = measures.bras(vectors, batches, labels)
+    found = measures.measure_bras(vectors, batches, labels)
     assert np.mean(found) == pytest.approx(np.mean(by_label))
 
 
@@ -287,7 +287,7 @@ def test_batch_variance_is_a_regression_on_all_components() -> None:
     for values, share in zip(components.transform(vectors).T, components.explained_variance_ratio_):
         regression = LinearRegression().fit(one_hot, values)
         expected += share * regression.score(one_hot, values)
-    terms = measures.batch_variance(vectors, batches)
+    terms = measures.measure_batch_variance(vectors, batches)
     assert terms.mean() == pytest.approx(expected)
 
 
@@ -300,29 +300,29 @@ def test_terms_of_batch_variance_spread_like_a_bootstrap() -> None:
     means = []
     for _ in range(300):
         draw = random.integers(0, n_cells, n_cells)
-        means.append(measures.batch_variance(vectors[draw], batches[draw]).mean())
-    error = measures.batch_variance(vectors, batches).std() / n_cells**0.5
+        means.append(measures.measure_batch_variance(vectors[draw], batches[draw]).mean())
+    error = measures.measure_batch_variance(vectors, batches).std() / n_cells**0.5
     assert error == pytest.approx(np.std(means), rel=0.2)
 
 
 def test_means_weigh_every_label_equally() -> None:
     values = np.array([1.0, 1, 1, 0, np.nan])
     labels = np.array([0, 0, 0, 1, 2])
-    scores = measures.label_mean_terms(values, labels)
+    scores = measures.compute_label_mean_terms(values, labels)
     assert scores is not None
     assert scores.mean() == 0.5
     without_values = np.full(3, np.nan)
-    assert measures.label_mean_terms(without_values, np.zeros(3)) is None
+    assert measures.compute_label_mean_terms(without_values, np.zeros(3)) is None
 
 
 def test_labels_of_the_fewest_batches_are_isolated() -> None:
     widths = np.array([0.2, 0.4, 0.9, 0.9])
     labels = np.array([0, 0, 1, 1])
-    scores = measures.isolated_labels(widths, np.array([0, 0, 0, 1]), labels)
+    scores = measures.measure_isolated_labels(widths, np.array([0, 0, 0, 1]), labels)
     assert scores is not None
     assert scores.mean() == pytest.approx(0.3)
     in_all_batches = np.array([0, 1, 0, 1])
-    assert measures.isolated_labels(widths, in_all_batches, labels) is None
+    assert measures.measure_isolated_labels(widths, in_all_batches, labels) is None
 
 
 def test_random_vectors_mix_best(context: Context) -> None:

@@ -1,17 +1,20 @@
-"""Classifiers of labels on degraded cells, for tasks `low_depth` and `missing_genes`
-(docs/evaluation.md).
+"""Base of tasks `low_depth` and `missing_genes`: classifiers of labels, tested on degraded cells.
 
-A *level* is the fraction of the counts, or the number of genes, that degraded cells keep. Classifiers
-are tested on the cells of each level. They are fitted in three ways:
+Degraded cells have lost some of their counts, or all counts of some genes. A *level* says how much they
+keep: a fraction of the counts, or a number of genes. Cells that keep all counts are called *whole*.
+Classifiers are tested on the cells of each level. They are fitted in three ways:
 
 - *matched*: on cells of the same level
 - *shifted*: on whole cells
 - *trained on all levels*: on whole cells and the cells of every level together
 
-A user whose cells come from a panel of genes or a shallow protocol knows the panel or the depth, and
-can fit a PCA for it. So some rows have *adapted* features, made for one level: a PCA of the model's
-training cells, reduced to the same genes or the same fraction of counts. In rows "of the panel", all
-cells are reduced to the genes of the panel, also the whole cells that classifiers are fitted on.
+A user with cells of a gene panel knows which genes the panel has, and a user with shallow cells knows
+their depth. Such a user can fit a PCA to other cells that were degraded alike. So some rows have
+features that are *adapted* to one level. These are principal components of the model's training cells,
+after the training cells were reduced to the same genes or the same fraction of counts. In rows
+"of the panel", classifiers too are fitted on cells that have only the genes of the panel.
+
+docs/evaluation.md describes both tasks.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,96 +56,113 @@ from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.training_shards import read_counts
 from cellmill.runs.results import TaskResult
 
-MAX_DEGRADED_CELLS = 2_000  # cells used at most: each level is embedded and classified again
-DENSE_FIT_S = 4e-4  # seconds per fitted cell of the classifiers on dense features
-WHOLE = "whole"
-# the cells that classifiers are fitted on; a column is "LEVEL, MATCHED" and so on
+# A task uses at most this many cells, because the cells of each level are embedded and classified again.
+MAX_DEGRADED_CELLS = 2_000
+DENSE_FIT_S = 4e-4  # seconds for each fitted cell to fit the classifiers on dense features
+WHOLE = "whole"  # name of the level of whole cells
+# The cells that classifiers are fitted on. The heading of a column is "LEVEL, MATCHED" and so on.
 MATCHED = "matched"
 SHIFTED = "shifted"
 ALL_LEVELS = "trained on all levels"
-# components of log(1 + counts per 1,000): a lost count changes them less than per 10,000
+# Principal components of log(1 + counts per 1,000). A lost count changes log(1 + counts per 10,000) more.
 PER_1K = add_note(TRAINING_COMPONENTS, ", CP1k")
 
 Degradation = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
-"""Counts `(cells, genes)`, of the file or of the vocabulary, and a generator -> fewer counts."""
+"""Takes counts, `(cells, genes)`, and a generator. Returns fewer counts of the same shape.
+
+The genes are those of the file or those of the model's vocabulary.
+"""
 Projection = Callable[[sp.csr_matrix], np.ndarray]
-"""Counts `(cells, genes of the file)` -> components `(cells, components)`."""
+"""Takes counts, `(cells, genes of the file)`. Returns components, `(cells, components)`."""
 CountsByLevel = dict[str, sp.csr_matrix]
-"""Counts `(cells, genes of the file)` of the same cells whole, and at each level."""
+"""Counts of the same cells at WHOLE and at each level, `(cells, genes of the file)`."""
 FeaturesByLevel = dict[str, Features]
-"""Features of the same cells whole and at each level, or only at some levels."""
+"""Features of the same cells at WHOLE and at each level, or only at some of these levels."""
 
 
 @dataclass(frozen=True)
 class ComponentFitter:
-    """Fits principal components to training cells of the model that are degraded like the evaluated
-    cells.
+    """Fits principal components to training cells of the model.
+
+    The training cells are first degraded in the same way as the evaluated cells.
     """
 
     context: Context
-    counts: sp.csr_matrix  # of training cells, `(cells, genes of the vocabulary)`
-    project_per_1k: Projection  # of `log_per_1k`, fitted on whole training cells
+    counts: (
+        sp.csr_matrix
+    )  # (training cells, genes of the vocabulary): counts of whole training cells
+    # projects counts per 1,000; fitted to whole training cells that `log_normalise_per_1k` normalised
+    project_per_1k: Projection
 
     @classmethod
     def read(cls, context: Context) -> Self | None:
-        """Read the training cells; None if they have sequences or ranks instead of counts."""
+        """Read the training cells. None if they have sequences or ranks instead of counts."""
         manifest = context.model.manifest
         if manifest.ordered:
             return None
         counts = read_counts(manifest, PCA_CELLS)
-        return cls(context, counts, _fit_components(context, counts, log_per_1k))
+        return cls(context, counts, _fit_components(context, counts, log_normalise_per_1k))
 
     def fit_panel(self, panel: sp.csr_matrix) -> Projection:
-        """Components fitted on training cells with the genes of the counts `panel`."""
+        """Fit components to training cells that keep only the genes of a panel.
+
+        The genes of the panel are those with a count in `panel`, `(cells, genes of the file)`.
+        """
         genes = self.context.gene_columns.target[np.unique(panel.indices)]
         in_panel = np.isin(np.arange(self.counts.shape[1]), genes[genes >= 0])
         training_panel = keep_columns(self.counts, in_panel)
         return _fit_components(self.context, training_panel, log_normalise)
 
     def fit_thinned(self, thin: Degradation, generator: np.random.Generator) -> Projection:
-        """Components fitted on training cells that `thin` has thinned."""
+        """Fit components to training cells that lost counts by `thin`."""
         return _fit_components(self.context, thin(self.counts, generator), log_normalise)
 
 
 class Degraded(Task):
-    """Base of both tasks: a subclass says how cells are degraded, and which features are adapted to a
-    level.
+    """Base of both tasks.
+
+    A subclass says how cells are degraded, and which features are adapted to a level.
     """
 
     config: DegradedConfig
 
-    def degradations(self) -> list[Degradation]:
-        """The degradation at each of `config.levels()`."""
+    def make_degradations(self) -> list[Degradation]:
+        """Return a function for each of `config.levels()` that degrades cells to this level."""
         raise NotImplementedError
 
-    def absent_levels(self, whole: sp.csr_matrix) -> dict[str, str]:
-        """Levels that the counts of whole cells do not reach, with a note on each; raises Skipped if they
-        reach none.
+    def explain_absent_levels(self, whole: sp.csr_matrix) -> dict[str, str]:
+        """Return a note on each absent level, by level.
+
+        A level is absent if whole cells, with counts `whole`, have less than the level keeps. Raises
+        Skipped if every level is absent.
         """
         return {}
 
     def adapt_features(
         self,
         level: str,
-        counts: CountsByLevel,
-        features: FeaturesByLevel,
+        counts_by_level: CountsByLevel,
+        features_by_level: FeaturesByLevel,
         fitter: ComponentFitter | None,
         generator: np.random.Generator,
     ) -> FeaturesByLevel:
-        """Features adapted to `level`.
+        """Make the features of the evaluated cells that are adapted to `level`.
 
-        If they are of the cells at every level, as in low_depth, classifiers are fitted in all three
-        ways. If they are of the cells at `level` only, as in missing_genes, all three columns have the
-        *matched* prediction.
+        If the result has features at WHOLE and at every level, as in low_depth, classifiers are fitted in
+        all three ways. If the result has features at `level` only, as in missing_genes, classifiers can
+        only be fitted at `level`. All three columns then have the *matched* prediction.
 
-        `counts` and `features` are of the evaluated cells; `fitter` is None if training cells have no
-        counts.
+        `counts_by_level` and `features_by_level` are counts and usual features of the evaluated cells.
+        `fitter` is None if training cells have no counts.
         """
         raise NotImplementedError
 
     def run(self, context: Context) -> TaskResult:
-        """A row for each pair of features and classifier. Columns are whole cells, and each level with
-        each choice of cells that classifiers are fitted on.
+        """Score each pair of features and classifier, which is a row.
+
+        The columns are whole cells, and each level with each choice of cells that classifiers are fitted
+        on. Raises Skipped for a dataset without counts, and in the cases of `labelled_cells` and
+        `explain_absent_levels`.
         """
         config = self.config
         options = context.options
@@ -154,36 +174,47 @@ class Degraded(Task):
             context, config.name, options.folds, "evaluate.folds", MAX_DEGRADED_CELLS
         )
         whole = read_rows(context.reader, chosen.cells)
-        absent = self.absent_levels(whole)
-        levels = [level for level in config.levels() if level not in absent]
+        absent_levels = self.explain_absent_levels(whole)
+        levels = [level for level in config.levels() if level not in absent_levels]
         predictions = ClassPredictions(
             chosen.labels,
             config.repeats,
             ceiling_labels=predict_ceiling_labels(context)[chosen.cells],
         )
         fitter = ComponentFitter.read(context)
+
         for repetition in range(config.repeats):
+            # degrade the cells to each level
             generator = seeded(options.seed, draws.SCORED_CELL_DEGRADATIONS + repetition)
-            counts: CountsByLevel = {WHOLE: whole}
-            for level, degrade in zip(config.levels(), self.degradations()):
+            counts_by_level: CountsByLevel = {WHOLE: whole}
+            for level, degrade in zip(config.levels(), self.make_degradations()):
                 if level in levels:
-                    counts[level] = degrade(whole, generator)
-            features: FeaturesByLevel = {}
-            for level, level_counts in counts.items():
-                features[level] = compute_features(context, chosen.cells, level_counts)
+                    counts_by_level[level] = degrade(whole, generator)
+
+            # compute the usual features at each level, and the adapted features of each level
+            features_by_level: FeaturesByLevel = {}
+            for level, counts in counts_by_level.items():
+                features_by_level[level] = compute_features(context, chosen.cells, counts)
                 if fitter is not None:
-                    features[level][PER_1K] = fitter.project_per_1k(level_counts)
-            adapted = self._adapt_to_levels(counts, features, fitter, options.seed, repetition)
+                    features_by_level[level][PER_1K] = fitter.project_per_1k(counts)
+            adapted = self._adapt_to_levels(
+                counts_by_level, features_by_level, fitter, options.seed, repetition
+            )
+
+            # classify the tested cells of each fold
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
-                predicted = self._predict_fold(context, features, adapted, chosen.labels, fold)
+                predicted = self._predict_fold(
+                    context, features_by_level, adapted, chosen.labels, fold
+                )
                 for column, classes in predicted.items():
                     predictions.record(column, repetition, fold.tested, classes)
+
         figures = {"folds": options.folds, "repeats": config.repeats, "neighbors": config.neighbors}
         return tabulate(
             predictions.accuracies(),
             chosen.figures | figures,
             metric=f"{levels[-1]}, {SHIFTED}",
-            notes=[*absent.values()],
+            notes=[*absent_levels.values()],
         )
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
@@ -191,102 +222,125 @@ class Degraded(Task):
         config = self.config
         n_levels = len(config.levels())
         n_fitted = n - n // sizes.folds
-        # in each fold: fits on whole cells and on each level, and one fit on all of them together
+
+        # In each fold, classifiers are fitted at each level and on whole cells. One more fit has the cells
+        # of all levels and whole cells together.
         fold_s = 0.0
-        for n_fits, n_of_fit in ((n_levels + 1, n_fitted), (1, (n_levels + 1) * n_fitted)):
-            genes_s = 2 * sizes.products_s(n_of_fit) + sizes.regressions_s(n_of_fit)
-            fold_s += n_fits * (genes_s + DENSE_FIT_S * n_of_fit)
+        for n_fits, n_fit_cells in ((n_levels + 1, n_fitted), (1, (n_levels + 1) * n_fitted)):
+            genes_s = 2 * sizes.products_s(n_fit_cells) + sizes.regressions_s(n_fit_cells)
+            fold_s += n_fits * (genes_s + DENSE_FIT_S * n_fit_cells)
+
         repetition_s = sizes.folds * fold_s + n_levels * sizes.training_components_s()
-        # the trained and the untrained model embed every level
+        # the trained and the untrained model embed the cells of every level, and whole cells
         repetition_s += 2 * (n_levels + 1) * n * sizes.forward_s
-        # the ceiling is fitted on all cells that other tasks use
+        # the ceiling is fitted on as many cells as other tasks use, not on MAX_DEGRADED_CELLS
         ceiling_s = sizes.halves_s(sizes.count_cells(MAX_LABELLED_CELLS))
         return sizes.features_s(n) + ceiling_s + config.repeats * repetition_s
 
     def _adapt_to_levels(
         self,
-        counts: CountsByLevel,
-        features: FeaturesByLevel,
+        counts_by_level: CountsByLevel,
+        features_by_level: FeaturesByLevel,
         fitter: ComponentFitter | None,
         seed: int,
         repetition: int,
     ) -> dict[str, FeaturesByLevel]:
-        """The features adapted to each level, by this level; levels without any are left out."""
+        """Call `adapt_features` for each level, and return the features by the level of the call.
+
+        A level without adapted features is left out. The features of one call may themselves be at
+        several levels.
+        """
         adapted = {}
-        for number, level in enumerate([*counts][1:]):
-            # each level of each repetition has its own draw
-            draw = draws.TRAINING_CELL_DEGRADATIONS + MAX_LEVELS * repetition + number
-            generator = seeded(seed, draw)
-            by_level = self.adapt_features(level, counts, features, fitter, generator)
-            if by_level:
-                adapted[level] = by_level
+        levels = [*counts_by_level][1:]  # without WHOLE, which is the first
+        for number, level in enumerate(levels):
+            # each level of each repetition has its own random numbers
+            key = draws.TRAINING_CELL_DEGRADATIONS + MAX_LEVELS * repetition + number
+            features = self.adapt_features(
+                level, counts_by_level, features_by_level, fitter, seeded(seed, key)
+            )
+            if features:
+                adapted[level] = features
         return adapted
 
     @without_overhead()
     def _predict_fold(
         self,
         context: Context,
-        features: FeaturesByLevel,
+        features_by_level: FeaturesByLevel,
         adapted: dict[str, FeaturesByLevel],
         labels: np.ndarray,
         fold: Fold,
     ) -> dict[str, ByMethod]:
-        """Predicted classes of the tested cells by column, the majority class among them."""
-        predicted = self._predict(context, features, labels, fold, [*features])
-        for level, by_level in adapted.items():
-            # classifiers may be fitted at every level, but predict only the cells at this one
-            added = self._predict(context, by_level, labels, fold, [level])
-            for column, by_method in added.items():
-                predicted[column] |= by_method
-        for by_method in predicted.values():
-            by_method[MAJORITY] = predict_majority(labels[fold.fitted], len(fold.tested))
-        return predicted
+        """Predict the classes of the tested cells by each method, for each column of the table.
 
-    def _predict(
+        `adapted` is what `_adapt_to_levels` returned. `labels`, `(cells,)`, are the classes of all cells.
+        MAJORITY is among the methods.
+        """
+        predicted_by_column = self._predict_levels(
+            context, features_by_level, labels, fold, [*features_by_level]
+        )
+        for level, adapted_features in adapted.items():
+            # classifiers may be fitted at every level, but they predict only the cells at this level
+            added = self._predict_levels(context, adapted_features, labels, fold, [level])
+            for column, predicted in added.items():
+                predicted_by_column[column] |= predicted
+        for predicted in predicted_by_column.values():
+            predicted[MAJORITY] = predict_majority(labels[fold.fitted], len(fold.tested))
+        return predicted_by_column
+
+    def _predict_levels(
         self,
         context: Context,
-        features: FeaturesByLevel,
+        features_by_level: FeaturesByLevel,
         labels: np.ndarray,
         fold: Fold,
         tested_levels: Iterable[str],
     ) -> dict[str, ByMethod]:
-        """Predicted classes of the tested cells at each of `tested_levels`, by column.
+        """Predict the classes of the tested cells at each of `tested_levels`, by column and method.
 
-        `features` and `labels` are of all cells. Classifiers are fitted at each level of `features`. If
-        this is one level, as of a panel, all three columns have the *matched* prediction.
+        `features_by_level` and `labels` are of all cells. Classifiers are fitted at each level that has
+        features. If only one level has features, such as those of a panel, all three columns have the
+        *matched* prediction.
         """
         neighbors = self.config.neighbors
         fitted_labels = labels[fold.fitted]
         fitted_features = {
-            level: select_cells(features_of_level, fold.fitted)
-            for level, features_of_level in features.items()
+            level: select_cells(features, fold.fitted)
+            for level, features in features_by_level.items()
         }
-        by_level = {
-            level: make_cached_classifiers(features_of_level, fitted_labels, neighbors, context)
-            for level, features_of_level in fitted_features.items()
+
+        # classifiers of the cells of each level, and of the cells of all levels together
+        level_classifiers = {
+            level: make_cached_classifiers(features, fitted_labels, neighbors, context)
+            for level, features in fitted_features.items()
         }
-        of_all_levels = make_cached_classifiers(
+        joint_classifiers = make_cached_classifiers(
             stack_cells(fitted_features.values()),
             np.tile(fitted_labels, len(fitted_features)),
             neighbors,
             context,
         )
+
         predicted = {}
         for level in tested_levels:
-            tested = select_cells(features[level], fold.tested)
+            tested = select_cells(features_by_level[level], fold.tested)
             if level == WHOLE:
-                predicted[WHOLE] = predict_all(by_level[WHOLE], tested)
+                predicted[WHOLE] = predict_all(level_classifiers[WHOLE], tested)
                 continue
-            # without whole cells, as of a panel, the cells at this level stand in for them
-            of_whole_cells = by_level.get(WHOLE, by_level[level])
-            predicted[f"{level}, {MATCHED}"] = predict_all(by_level[level], tested)
-            predicted[f"{level}, {SHIFTED}"] = predict_all(of_whole_cells, tested)
-            predicted[f"{level}, {ALL_LEVELS}"] = predict_all(of_all_levels, tested)
+            matched = level_classifiers[level]
+            # features of a panel have no whole cells; the cells at this level are used instead
+            shifted = level_classifiers.get(WHOLE, matched)
+            predicted[f"{level}, {MATCHED}"] = predict_all(matched, tested)
+            predicted[f"{level}, {SHIFTED}"] = predict_all(shifted, tested)
+            predicted[f"{level}, {ALL_LEVELS}"] = predict_all(joint_classifiers, tested)
         return predicted
 
 
-def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
-    """log(1 + counts per 1,000 of the cell), float32; a cell without counts stays zero."""
+def log_normalise_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
+    """Compute log(1 + counts per 1,000), float32, from `counts`, `(cells, genes)`.
+
+    The 1,000 are the sum over all genes of the cell. A cell without counts stays zero.
+    """
     values = np.log1p(counts_per_10k(counts.data, counts.indptr) / 10).astype(np.float32)
     return sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
 
@@ -294,13 +348,16 @@ def log_per_1k(counts: sp.csr_matrix) -> sp.csr_matrix:
 def _fit_components(
     context: Context, training: sp.csr_matrix, normalise: Callable[[sp.csr_matrix], sp.csr_matrix]
 ) -> Projection:
-    """Fit principal components to `training` counts, `(cells, genes of the vocabulary)`, that `normalise`
-    has normalised.
+    """Fit principal components to `training` counts, `(training cells, genes of the vocabulary)`.
+
+    `normalise` is applied to counts first. Returns a function that projects the counts of cells of the
+    dataset on these components.
     """
     components = pca(training.shape).fit(normalise(training))
 
     def project(counts: sp.csr_matrix) -> np.ndarray:
-        known = select_columns(counts, context.gene_columns.target, training.shape[1])
-        return components.transform(normalise(known))
+        # genes of the file that the vocabulary lacks are left out
+        known_counts = select_columns(counts, context.gene_columns.target, training.shape[1])
+        return components.transform(normalise(known_counts))
 
     return project

@@ -1,5 +1,6 @@
-"""Task `few_shot`: classifiers of the label that are fitted on a few cells of each class
-(docs/evaluation.md).
+"""Task `few_shot`: classifiers of the label that are fitted on a few cells of each class.
+
+The fitted cells of a class are called its shots. docs/evaluation.md describes the task.
 """
 
 from cellmill.config.parts.tasks import FewShotConfig
@@ -14,8 +15,8 @@ from cellmill.evaluate.task import Context, Task
 from cellmill.evaluate.tasks.classification.fold_predictions import predict_folds
 from cellmill.runs.results import TaskResult
 
-MIN_TESTED = 5  # cells of a class that remain to be tested
-# seconds to fit and score all classifiers of a draw: in all, and per cell
+MIN_TESTED = 5  # at least this many cells of a class must remain to be tested
+# Seconds to fit and score all classifiers of one draw. They are DRAW_S, and DRAW_CELL_S for each cell.
 DRAW_S = 0.02
 DRAW_CELL_S = 3e-5
 
@@ -24,18 +25,20 @@ class FewShot(Task):
     config: FewShotConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Accuracies by the number of fitted cells per class (shots). Classes with too few cells for a
-        number are left out of it, and so are numbers with fewer than two classes.
+        """Score each pair of features and classifier by accuracy, in a column for each number of shots.
+
+        A class with too few cells for a number of shots is left out of that column. A number of shots with
+        fewer than two remaining classes has no column.
         """
         config = self.config
         option = "evaluate.tasks.few_shot.shots"
-        fewest = min(config.shots)
+        fewest_shots = min(config.shots)
         chosen = labelled_cells(
             context,
             "few_shot",
-            fewest + MIN_TESTED,
+            fewest_shots + MIN_TESTED,
             option,
-            reason=f"{fewest} to fit on, the least of {option}, and {MIN_TESTED} to test",
+            reason=f"{fewest_shots} to fit on, the least of {option}, and {MIN_TESTED} to test",
         )
         features = cell_features(context, chosen.cells)
         predictions = ClassPredictions(
@@ -43,20 +46,19 @@ class FewShot(Task):
             config.draws,
             ceiling_labels=predict_ceiling_labels(context)[chosen.cells],
         )
-        n_classes = {}
-        left_out = {}
+        n_classes = {}  # number of classes by number of shots
+        left_out = {}  # names of the classes that are left out, by number of shots
         for shots in sorted(config.shots):
             classes = [name for name, n in chosen.classes.items() if n >= shots + MIN_TESTED]
             n_classes[str(shots)] = len(classes)
             too_small = [name for name in chosen.classes if name not in classes]
             left_out[str(shots)] = ", ".join(too_small) or "none"
-            if len(classes) > 1:
-                folds = draw_shots(
-                    chosen.labels, classes, shots, config.draws, context.options.seed
-                )
-                neighbors = min(config.neighbors, shots)
-                condition = f"{shots} per class"
-                predict_folds(predictions, features, folds, neighbors, context, condition)
+            if len(classes) < 2:
+                continue
+            folds = draw_shots(chosen.labels, classes, shots, config.draws, context.options.seed)
+            neighbors = min(config.neighbors, shots)
+            condition = f"{shots} per class"
+            predict_folds(predictions, features, folds, neighbors, context, condition)
         figures = chosen.figures | {
             "draws": config.draws,
             "n_classes": n_classes,

@@ -1,9 +1,9 @@
-"""Predicted classes of the tested cells of each fold, by features and classifier, for tasks `probe`,
-`few_shot` and `leave_out`.
+"""Predicted classes of the tested cells of each fold, for tasks `probe`, `few_shot` and `leave_out`.
 
-All features get the same folds, and all but RANKED the same classifiers. Whatever is fitted is fitted
-on the cells of a fold that are not tested (`Fold.fitted`), except components of the model's training
-cells.
+Classes are predicted by each pair of features and classifier. All features have the same folds. They
+also have the same classifiers, except RANKED, which has one logistic regression only. Everything is
+fitted on the fitted cells of a fold (`Fold.fitted`). The only exceptions are the components of the model's
+training cells.
 """
 
 from collections.abc import Iterable
@@ -53,12 +53,14 @@ def predict_folds(
     condition: str = "",
     with_fitted_features: bool = False,
 ) -> None:
-    """Record the predicted classes of the tested cells of each fold in `predictions`.
+    """Predict the classes of the tested cells of each fold, and record the classes in `predictions`.
 
-    `features` are of all cells, `(cells, width)` each. Each fold adds features that are fitted on its
-    cells `fitted`: RANKED and, if `with_fitted_features`, the features of `fit_components` and
-    WITH_COMPONENTS. `with_fitted_features` also adds MAJORITY: the only task without these features,
-    `few_shot`, fits equally many cells of each class, so no class is the largest.
+    `features` has the features of all cells, `(cells, width)`, by method. Each fold adds RANKED, which is
+    fitted on the fitted cells of the fold.
+
+    With `with_fitted_features`, each fold also adds the features of `fit_components`, WITH_COMPONENTS and
+    MAJORITY. Task `few_shot` does without MAJORITY, because it fits equally many cells of each class, so no
+    class is the largest.
     """
     labels = predictions.labels
     folds = [*folds]
@@ -66,7 +68,8 @@ def predict_folds(
     if not context.options.classifiers:  # classifiers of other packages cannot read shared products
         features = {**features, ALL_GENES: shared}
         precompute_folds(shared, labels, folds, context.prediction_cache.predictions)
-    # components of all folds before the ranks of genes, which take as much memory
+
+    # Compute the components of all folds first. The ranks of genes take as much memory as they need.
     components = [
         fit_components(shared, fold.fitted, COMPONENTS, context.prediction_cache)
         if with_fitted_features
@@ -74,11 +77,15 @@ def predict_folds(
         for fold in folds
     ]
     ranked = RankScores(shared.matrix)
-    for (repetition, fitted, tested), fitted_components in zip(folds, components):
+
+    for (repetition, fitted, tested), fold_components in zip(folds, components):
+        # add the features that are fitted on the fitted cells of this fold
         selected = ranked.select(fitted, labels[fitted])
-        fold_features = {**features, RANKED: selected, **fitted_components}
+        fold_features = {**features, RANKED: selected, **fold_components}
         if with_fitted_features:
             fold_features[WITH_COMPONENTS] = _join_components(features, fitted)
+
+        # fit the classifiers, and predict the tested cells
         fitted_features = select_cells(fold_features, fitted)
         classifiers = make_cached_classifiers(fitted_features, labels[fitted], neighbors, context)
         predicted = predict_all(classifiers, select_cells(fold_features, tested))
@@ -88,8 +95,9 @@ def predict_folds(
 
 
 def _join_components(features: Features, fitted: np.ndarray) -> np.ndarray:
-    """Embedding, standardised on cells `fitted` (indices), next to the components of the model's training
-    cells: `(cells, width + components)`.
+    """Join the embedding and the components of the training cells: `(cells, width + components)`.
+
+    The embedding is first standardised by the means and standard deviations of the cells `fitted` (indices).
     """
     scaler = StandardScaler().fit(features[EMBEDDING][fitted])
     return np.hstack([scaler.transform(features[EMBEDDING]), features[TRAINING_COMPONENTS]])
@@ -98,8 +106,11 @@ def _join_components(features: Features, fitted: np.ndarray) -> np.ndarray:
 def fit_components(
     shared: SharedCells, fitted: np.ndarray, n_components: int, cache: PredictionCache
 ) -> ByMethod:
-    """Principal components of all cells, fitted on cells `fitted`: of all genes, and of the variable
-    genes unless all genes count as variable. Empty if there are too few cells or genes.
+    """Compute principal components of all cells, `(cells, components)` by method.
+
+    The components are fitted on the cells `fitted` (indices), once to all genes and once to the variable
+    genes. If there are at most VARIABLE_GENES genes, the variable genes are all genes, so only the first
+    is computed. The result is empty if there are fewer than two fitted cells or genes.
     """
     n_genes = shared.shape[1]
     if min(len(fitted), n_genes) < 2:

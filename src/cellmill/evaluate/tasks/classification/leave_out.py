@@ -1,9 +1,11 @@
-"""Task `leave_out`: classifiers of the label on cells of donors or batches that they were not fitted
-on (docs/evaluation.md).
+"""Task `leave_out`: classifiers of the label, tested on cells of donors or batches that are left out.
 
-Each fold tests one donor or batch, or several if there are more than `most_folds`, and is one draw
-in an interval. Cells of a class that only the tested donors or batches have are wrong for every
-method.
+The classifiers are fitted on the cells of the other donors or batches. Each fold tests one donor or one
+batch. If there are more than `most_folds` of them, a fold tests several. For an interval, each fold is
+one independent unit. A class that only the tested donors or batches have is predicted by no method, so
+its cells are wrong for every method.
+
+docs/evaluation.md describes the task.
 """
 
 from dataclasses import replace
@@ -27,8 +29,10 @@ class LeaveOut(Task):
     config: LeaveOutConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Accuracy and macro-F1 for each role that the dataset has; skipped without a label or such
-        a role.
+        """Score each pair of features and classifier by accuracy and by macro-F1, for each role.
+
+        A role is `donor` or `batch`. Raises Skipped if the dataset has no label, or if no role of option
+        `roles` makes a fold.
         """
         roles = [role for role in self.config.roles if role in context.roles]
         if not roles:
@@ -40,9 +44,10 @@ class LeaveOut(Task):
         columns: list[ScoreColumn] = []
         figures = chosen.figures
         for role in roles:
+            # divide the cells into folds of donors or batches, here called groups
             groups = context.roles[role].iloc[chosen.cells]
-            n_groups_of_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
-            in_one_group = sorted(n_groups_of_class.index[n_groups_of_class < 2])
+            n_groups_by_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
+            in_one_group = sorted(n_groups_by_class.index[n_groups_by_class < 2])
             folds = split_groups(groups, self.config.most_folds, labels)
             figures |= {
                 PLURALS[role]: int(groups.nunique()),
@@ -51,6 +56,8 @@ class LeaveOut(Task):
             }
             if not folds:
                 continue
+
+            # predict and score the tested cells of each fold
             predictions = ClassPredictions(labels, len(folds), ceiling_labels=ceiling_labels)
             predict_folds(
                 predictions,
@@ -65,6 +72,7 @@ class LeaveOut(Task):
                 "", "accuracy", f"accuracy, new {role}", f"accuracy, {unseen}"
             )
             f1 = predictions.column("", "macro_f1", f"macro F1, new {role}", f"macro-F1, {unseen}")
+            # the cells of a fold are not independent of each other
             columns += [replace(column, n_units=len(folds)) for column in (accuracy, f1)]
         if not columns:
             raise Skipped(explain_no_groups(context.roles, chosen.cells, roles), figures)

@@ -1,5 +1,6 @@
-"""Task `low_depth`: classifiers of labels on cells with a share of their counts
-(docs/evaluation.md).
+"""Task `low_depth`: classifiers of labels, tested on cells that keep a fraction of their counts.
+
+docs/evaluation.md describes the task. `degraded.py` has most of the work.
 """
 
 from functools import partial
@@ -24,30 +25,32 @@ THINNED_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of thinned cells")
 class LowDepth(Degraded):
     config: LowDepthConfig
 
-    def degradations(self) -> list[Degradation]:
+    def make_degradations(self) -> list[Degradation]:
         return [partial(thin, frac) for frac in self.config.count_fracs]
 
     def adapt_features(
         self,
         level: str,
-        counts: CountsByLevel,
-        features: FeaturesByLevel,
+        counts_by_level: CountsByLevel,
+        features_by_level: FeaturesByLevel,
         fitter: ComponentFitter | None,
         generator: np.random.Generator,
     ) -> FeaturesByLevel:
-        """Components of the cells at every level, fitted on training cells that are thinned to `level`."""
+        """Compute components of the cells at WHOLE and at every level.
+
+        The components are fitted to training cells that are thinned to `level`.
+        """
         if fitter is None:
             return {}
-        thin_to_level = self.degradations()[self.config.levels().index(level)]
+        thin_to_level = self.make_degradations()[self.config.levels().index(level)]
         project = fitter.fit_thinned(thin_to_level, generator)
         return {
-            other: {THINNED_COMPONENTS: project(other_counts)}
-            for other, other_counts in counts.items()
+            name: {THINNED_COMPONENTS: project(counts)} for name, counts in counts_by_level.items()
         }
 
 
 def thin(frac: float, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-    """Keep each count with probability `frac`."""
+    """Keep each molecule of `counts`, `(cells, genes)`, with probability `frac`."""
     thinned = counts.copy()
     thinned.data = generator.binomial(counts.data, frac).astype(counts.dtype)
     thinned.eliminate_zeros()

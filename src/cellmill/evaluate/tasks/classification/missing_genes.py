@@ -1,5 +1,7 @@
-"""Task `missing_genes`: classifiers of labels on cells of which few genes are measured
-(docs/evaluation.md).
+"""Task `missing_genes`: classifiers of labels, tested on cells that keep the counts of few genes.
+
+docs/evaluation.md describes the task. `degraded.py` has most of the work. The genes that cells keep are
+called a panel.
 """
 
 from dataclasses import replace
@@ -22,6 +24,7 @@ from cellmill.evaluate.tasks.classification.degraded import (
 )
 from cellmill.runs.results import ScoredMethod
 
+# features of cells that have only the genes of a panel
 PANEL_EMBEDDING = replace(EMBEDDING, features="embedding of the panel")
 PANEL_COMPONENTS = ScoredMethod(f"PCA{COMPONENTS} of the panel")
 PANEL_GENES = ScoredMethod("all genes of the panel")
@@ -30,10 +33,10 @@ PANEL_GENES = ScoredMethod("all genes of the panel")
 class MissingGenes(Degraded):
     config: MissingGenesConfig
 
-    def degradations(self) -> list[Degradation]:
-        return [partial(keep_genes, n) for n in self.config.genes]
+    def make_degradations(self) -> list[Degradation]:
+        return [partial(keep_genes, n_genes) for n_genes in self.config.genes]
 
-    def absent_levels(self, whole: sp.csr_matrix) -> dict[str, str]:
+    def explain_absent_levels(self, whole: sp.csr_matrix) -> dict[str, str]:
         n_expressed = len(np.unique(whole.indices))
         genes = self.config.genes
         if min(genes) > n_expressed:
@@ -42,32 +45,39 @@ class MissingGenes(Degraded):
             )
         return {
             level: f"No column for {level}: the cells express {n_expressed:,}."
-            for level, n in zip(self.config.levels(), genes)
-            if n > n_expressed
+            for level, n_genes in zip(self.config.levels(), genes)
+            if n_genes > n_expressed
         }
 
     def adapt_features(
         self,
         level: str,
-        counts: CountsByLevel,
-        features: FeaturesByLevel,
+        counts_by_level: CountsByLevel,
+        features_by_level: FeaturesByLevel,
         fitter: ComponentFitter | None,
         generator: np.random.Generator,
     ) -> FeaturesByLevel:
-        """Features of the cells at `level`, under names "of the panel".
+        """Return the features of the cells at `level`, with names that end in "of the panel".
 
-        Without features of whole cells under these names, classifiers are fitted on the panel only.
+        There are no features of whole cells with these names, so classifiers are fitted on cells of the
+        panel only.
         """
-        panel_features = {PANEL_EMBEDDING: features[level][EMBEDDING]}
+        features = features_by_level[level]
+        panel_features = {PANEL_EMBEDDING: features[EMBEDDING]}
         if fitter is not None:
-            panel_features[PANEL_COMPONENTS] = fitter.fit_panel(counts[level])(counts[level])
-        panel_features[PANEL_GENES] = features[level][ALL_GENES]
+            panel = counts_by_level[level]
+            panel_features[PANEL_COMPONENTS] = fitter.fit_panel(panel)(panel)
+        panel_features[PANEL_GENES] = features[ALL_GENES]
         return {level: panel_features}
 
 
-def keep_genes(n: int, counts: sp.csr_matrix, generator: np.random.Generator) -> sp.csr_matrix:
-    """Keep the counts of `n` genes, the same for all cells, drawn from those with any count; all genes
-    if these are fewer.
+def keep_genes(
+    n_genes: int, counts: sp.csr_matrix, generator: np.random.Generator
+) -> sp.csr_matrix:
+    """Keep the counts of `n_genes` genes, and drop all other counts. All cells keep the same genes.
+
+    The genes are drawn from the genes that have a count in any cell of `counts`, `(cells, genes)`. If there
+    are fewer such genes than `n_genes`, all counts are kept.
     """
-    drawn = generator.permutation(np.unique(counts.indices))[:n]
+    drawn = generator.permutation(np.unique(counts.indices))[:n_genes]
     return keep_columns(counts, np.isin(np.arange(counts.shape[1]), drawn))

@@ -1,7 +1,7 @@
-"""Task `probe`: classifiers of the label in cross-validation, against baselines
-(docs/evaluation.md).
+"""Task `probe`: classifiers of the label in cross-validation, compared with baselines.
 
-The number of folds is never lowered, so that runs stay comparable.
+Classes with too few cells are left out. The number of folds is never lowered for them, so that the
+results of different runs can be compared. docs/evaluation.md describes the task.
 """
 
 from cellmill.config.parts.tasks import ProbeConfig
@@ -30,8 +30,9 @@ class Probe(Task):
     config: ProbeConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Scores of each pair of features and classifier; skipped without a label or with fewer than two
-        large classes.
+        """Score each pair of features and classifier, by each metric.
+
+        Raises Skipped if the dataset has no label, or if fewer than two classes have enough cells.
         """
         options = context.options
         config = self.config
@@ -63,12 +64,14 @@ class Probe(Task):
 
 
 def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:
-    """Verdicts: first the model's best against the best baseline, in each metric.
+    """Judge the model against baselines, and return the verdicts in the order of the comments below.
 
-    Then, by accuracy: for each kind of classifier, the embedding against each baseline's features;
-    last, the embedding joined to principal components against the components alone.
+    `columns` are the columns of the metrics. The first column is accuracy.
     """
+    # in each metric: the best method of the model against the best baseline
     verdicts = [column.best_verdict() for column in columns]
+
+    # by accuracy, for regressions and for kNN: the embedding against the features of each baseline
     accuracy = columns[0]
     for classifiers in ((REGRESSION, UNSCALED_REGRESSION), (KNN,)):
         by_features = group_by_features(
@@ -78,8 +81,10 @@ def compare_features(columns: list[ScoreColumn]) -> list[Verdict]:
         for methods in by_features.values():
             if methods[0].kind == "baseline":
                 verdicts.append(accuracy.verdict(embedding, accuracy.best(methods)))
+
+    # by accuracy: the embedding joined to principal components against these components alone
     by_features = group_by_features(accuracy.scores)
     joined = accuracy.best(by_features[WITH_COMPONENTS.features])
     components = accuracy.best(by_features[TRAINING_COMPONENTS.features])
     verdicts.append(accuracy.verdict(joined, components))
-    return list(dict.fromkeys(verdicts))
+    return list(dict.fromkeys(verdicts))  # two of the comparisons may be the same

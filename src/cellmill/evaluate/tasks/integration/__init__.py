@@ -1,1 +1,1 @@
-"""Task `integration`: mixing of batches and separation of labels, and its measures."""
+"""Task `integration`, and its measures of how well batches mix and labels stay separate."""

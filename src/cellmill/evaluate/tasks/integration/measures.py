@@ -1,22 +1,28 @@
-"""Measures of mixed batches and separate labels in the vectors of cells.
+"""Measures of how well batches mix, and how well labels stay separate, in the vectors of cells.
 
-These are the raw measures; `Integration.measure` turns each so that higher is better and 1 is best.
-LISI is 1 to the number of classes, and a lower `batch_variance` is better. All but graph connectivity are
-one number per cell, `(cells,)` float64, whose mean is the measure, so that the difference of two
-embeddings has an interval (`evaluate.intervals`). A mean over labels of means over their cells
-becomes one over cells by the infinitesimal jackknife (Efron 1981). Intervals take the neighbour
-graph as given; it holds exact nearest neighbours. `labels` and `batches` are class ids from 0, `(cells,)`.
+These are the raw measures. `Integration.measure` rescales each of them so that 1 is best. LISI runs from 1
+to the number of classes. Of `batch_variance`, lower is better.
 
-    lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the neighbours'
-                        classes with weights exp(-beta d) of a given perplexity: d is not squared, as in the authors'
-                        code
+Every measure except graph connectivity returns one number for each cell, `(cells,)` float64. The mean of
+these numbers is the measure. So the difference of two embeddings is a mean of differences over cells, and
+has an interval (`evaluate/intervals.py`). Some measures are means over labels of the means over their
+cells. The numbers of these measures are terms of a linear approximation (infinitesimal jackknife, Efron
+1981), which `compute_label_mean_terms` computes. The intervals take the neighbours of each cell as given.
+All neighbours are exact.
+
+In all functions, `vectors` are `(cells, width)`. `labels` and `batches` are class ids from 0, `(cells,)`.
+
+    lisi                Korsunsky et al. 2019, Nat. Methods 16:1289 (Harmony): inverse Simpson index of the classes of
+                        the neighbours. The weight of a neighbour at distance d is exp(-beta d), and beta gives a
+                        wanted perplexity. As in the code of the authors, d is not squared.
     kbet                Büttner et al. 2019, Nat. Methods 16:43: chi-square test of the batches of a cell's neighbours
     graph_connectivity  Luecken et al. 2022, Nat. Methods 19:41 (scIB)
-    bras                Rautenstrauch & Ohler 2025, Nat. Biotechnol.: silhouette of batches within labels, against all
-                        cells of other batches; cosine distance
-    silhouette          Rousseeuw 1987; ASW and isolated labels as in scIB, rescaled to 0 to 1
-    batch_variance      Büttner et al. 2019: principal component regression with all components, whose variances times
-                        R2 sum to the sum of squares between batches
+    bras                Rautenstrauch & Ohler 2025, Nat. Biotechnol.: silhouette of batches within a label by cosine
+                        distance. A batch is compared with all cells of other batches together.
+    silhouettes         Rousseeuw 1987. As in scIB, average silhouette width (ASW) and isolated labels are rescaled to
+                        0 to 1.
+    batch_variance      Büttner et al. 2019: principal component regression (PCR) on batches with all components. The
+                        variances of the components, each times its R2, sum to the variance between batches.
 """
 
 import numpy as np
@@ -27,19 +33,27 @@ from scipy.stats import chi2
 from cellmill.evaluate.features.neighbors import NeighborGraph, link_neighbors
 from cellmill.evaluate.features.products import MAX_DOUBLE
 
-MAX_SEARCH_STEPS = 60  # steps of the search for the bandwidth with the wanted perplexity
-TOLERANCE = 1e-6  # largest error of the perplexity's logarithm
-ALPHA = 0.05  # level of kBET's test
-MIN_LABEL_CELLS = 10  # cells that a label needs in kBET, as in scIB
-MAX_NEIGHBORS = 70  # neighbours that kBET tests
-CONNECTED = 15  # neighbours in graph connectivity, as in scIB
-BLOCK = 1024  # cells whose neighbours' classes are counted at once
-COMPARED = 256  # cells compared with all others at once
+MAX_SEARCH_STEPS = (
+    60  # the search for the beta with the wanted perplexity takes at most this many steps
+)
+ENTROPY_TOLERANCE = 1e-6  # largest error of the entropy, which is the logarithm of the perplexity
+ALPHA = 0.05  # significance level of kBET's test
+MIN_LABEL_CELLS = 10  # a label needs at least this many cells in kBET, as in scIB
+# kBET tests at least and at most this many cells around a cell, with the cell itself
+MIN_TESTED = 10
+MAX_TESTED = 70
+CONNECTED = 15  # graph connectivity links each cell with this many neighbours, as in scIB
+BLOCK = 1024  # LISI counts the neighbours of at most this many cells at once
+COMPARED = 256  # silhouettes compare at most this many cells with all cells at once
 
 
-def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
-    """Effective number of classes among the neighbours of each cell, 1 to the number of classes."""
-    weights = neighbor_weights(graph.distances, perplexity)
+def measure_lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
+    """Measure the effective number of classes among the neighbours of each cell.
+
+    It runs from 1, if all neighbours are of one class, to the number of classes. `classes`, `(cells,)`, are
+    labels or batches.
+    """
+    weights = compute_neighbor_weights(graph.distances, perplexity)
     n_classes = int(classes.max()) + 1
     effective = np.empty(len(classes))
     for block_start in range(0, len(classes), BLOCK):
@@ -50,12 +64,16 @@ def lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.nda
     return effective
 
 
-def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
-    """Normalised weights exp(-beta d) of neighbours; beta of each cell gives them the entropy
-    log(perplexity).
+def compute_neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
+    """Compute the weights of the neighbours of each cell, `(cells, k)`; the weights of a cell sum to 1.
+
+    The weight of a neighbour at distance d is proportional to exp(-beta d). The beta of a cell is chosen
+    so that the entropy of the weights is log(perplexity). `distances` are `(cells, k)`, the nearest first.
     """
-    shifted = distances - distances[:, :1]  # the same weights, and none underflows to a sum of 0
-    # bisect each cell's beta, (cells,), after doubling it until an upper bound is known
+    # Subtract the distance of the nearest neighbour, whose weight is then not rounded to 0. This changes
+    # all weights of a cell by the same factor.
+    shifted = distances - distances[:, :1]
+    # Search the beta of each cell, (cells,). It is doubled until an upper bound is known, then bisected.
     low = np.zeros(len(distances))
     high = np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
@@ -63,8 +81,8 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
         weights = np.exp(-beta[:, None] * shifted)
         total = weights.sum(1)
         entropy = np.log(total) + beta * (shifted * weights).sum(1) / total
-        excess = entropy - np.log(perplexity)
-        if (np.abs(excess) < TOLERANCE).all():
+        excess = entropy - np.log(perplexity)  # above 0 if beta is too small
+        if (np.abs(excess) < ENTROPY_TOLERANCE).all():
             break
         low = np.where(excess > 0, beta, low)
         high = np.where(excess > 0, high, beta)
@@ -74,12 +92,16 @@ def neighbor_weights(distances: np.ndarray, perplexity: float) -> np.ndarray:
     return weights / total[:, None]
 
 
-def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Share of cells whose neighbours pass a chi-square test (5 %) of having their label's batch
-    composition; mean over labels, as one term per cell (`label_mean_terms`).
+def measure_kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """Measure whether the batches mix around each cell of a label, by a chi-square test.
 
-    Neighbours are cells of the same label, a quarter of a batch's mean size, 10 to 70, as in scIB.
-    Labels of one batch or below 10 cells are left out; None if all are.
+    The mean over cells is the share of cells that pass the test: at level ALPHA, the batches of a cell's
+    neighbours do not differ from the batches of the label. It is a mean over labels, so each cell has a
+    term of `compute_label_mean_terms`.
+
+    Neighbours are cells of the same label. As in scIB, their number is a quarter of the mean number of
+    cells in a batch, within MIN_TESTED and MAX_TESTED. A label with a single batch or fewer than
+    MIN_LABEL_CELLS cells is left out. None if all labels are left out.
     """
     accepted = np.full(len(labels), np.nan)
     for label in np.unique(labels):
@@ -88,24 +110,29 @@ def kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
         n_batches = len(names)
         if n_batches < 2 or len(cells) < MIN_LABEL_CELLS:
             continue
+
+        # the k tested cells of each cell of the label, (cells, k): the cell itself and its neighbours
         mean_size = len(cells) // n_batches
-        k = min(MAX_NEIGHBORS, max(10, mean_size // 4))
+        k = min(MAX_TESTED, max(MIN_TESTED, mean_size // 4))
         graph = NeighborGraph.build(vectors[cells], k - 1)
-        # (cells, k): each cell and its neighbours
         itself = np.arange(len(cells), dtype=np.int32)
         tested = np.column_stack([itself, graph.indices])
-        # (batches,) and (cells, batches): cells of each batch among them
+
+        # compare the number of tested cells in each batch, (cells, batches), with the number expected from
+        # the sizes of the batches, (batches,)
         expected = sizes / len(cells) * tested.shape[1]
         observed = _sum_by_class(batch[tested], np.ones(tested.shape), n_batches)
         statistic = ((observed - expected) ** 2 / expected).sum(1)
         p_value = chi2.sf(statistic, n_batches - 1)
         accepted[cells] = p_value >= ALPHA
-    return label_mean_terms(accepted, labels)
+    return compute_label_mean_terms(accepted, labels)
 
 
-def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
-    """Share of a label's cells in the largest connected component of the graph of these cells; mean
-    over labels.
+def measure_graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
+    """Measure whether neighbours connect the cells of a label.
+
+    The measure of a label is the share of its cells in the largest connected component, in the graph of
+    this label's cells only. Returns the mean over labels.
     """
     adjacency = link_neighbors(graph.indices[:, :CONNECTED])
     shares = []
@@ -117,10 +144,13 @@ def graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> float:
     return float(np.mean(shares))
 
 
-def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Mean over labels of 1 - |s|, as one term per cell (`label_mean_terms`); s is the silhouette of
-    batches within a label. None if no label has two batches.
+def measure_bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """Measure how little the batches of a label are separated: 1 - |s|, where s is a silhouette.
+
+    The silhouette is of batches within a label, by cosine distance. The mean over cells is a mean over
+    labels, so each cell has a term of `compute_label_mean_terms`. None if no label has two batches.
     """
+    # scale the vectors to length 1; a vector of zeros stays so
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = vectors / np.where(lengths > 0, lengths, 1)
     directions = directions.astype(np.float64)
@@ -131,39 +161,42 @@ def bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.nda
         if len(names) > 1:
             silhouette = _cosine_silhouette(directions[cells], batch)
             scores[cells] = 1 - np.abs(silhouette)
-    return label_mean_terms(scores, labels)
+    return compute_label_mean_terms(scores, labels)
 
 
 def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Silhouette by cosine distance against all cells of other batches; 0 for a batch of one cell.
+    """Silhouette of each cell in its batch by cosine distance, `(cells,)`, from -1 to 1.
 
-    The mean cosine distance to some cells is 1 minus the product with their mean direction, so no
-    pairs of cells are needed.
+    `directions`, `(cells, width)`, are vectors of length 1, and `batch`, `(cells,)`, are ids from 0. A cell
+    is compared with all cells of other batches together.
+
+    The mean cosine of a cell with other cells is its product with their mean direction. So no pairs of
+    cells are needed.
     """
     n_batches = batch.max() + 1
-    # (batches, width): sum of the directions of a batch
+    # (batches, width): sum of the directions of each batch
     sums = np.stack([directions[batch == number].sum(0) for number in range(n_batches)])
-    # (cells,): cells of the same batch, and of other batches
+    # (cells,): number of cells in the same batch, and in other batches
     n_in_batch = np.bincount(batch).astype(float)[batch]
     n_outside = len(batch) - n_in_batch
-    # (cells,): sums of cosines with the same batch, all cells, and itself
+    # (cells,): sum of the cosines with the cells of the same batch, with all cells, and with the cell itself
     to_same = (directions * sums[batch]).sum(1)
     to_all = directions @ directions.sum(0)
     to_itself = (directions * directions).sum(1)
+    # mean distances, which are 1 minus mean cosines; the same batch is without the cell itself
     n_others_in_batch = n_in_batch - 1
     within = (n_others_in_batch - (to_same - to_itself)) / np.maximum(n_others_in_batch, 1)
     between = (n_outside - (to_all - to_same)) / n_outside
-    larger = np.maximum(within, between)
-    is_defined = (n_in_batch > 1) & (larger > 0)
-    silhouette = (between - within) / np.where(is_defined, larger, 1)
-    return np.where(is_defined, silhouette, 0)
+    return _compare_distances(within, between, n_others_in_batch)
 
 
-def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Silhouette of each cell in its label by Euclidean distance, rescaled from -1..1 to 0..1; before,
-    it is 0 for the only cell of a label.
+def measure_silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Measure the silhouette of each cell in its label by Euclidean distance, rescaled to 0 to 1.
+
+    0.5 is a silhouette of 0, which the only cell of a label has.
     """
     n = len(labels)
+    # centred vectors are smaller, and so are the rounding errors of their products
     values = np.asarray(vectors, np.float64)
     values = values - values.mean(0)
     if n > MAX_DOUBLE:
@@ -175,54 +208,69 @@ def silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
     for start in range(0, n, COMPARED):
         stop = min(start + COMPARED, n)
         rows = np.arange(stop - start)
-        # (rows, cells), squared and then not, in place
+
+        # Distances of the block's cells to all cells, (rows, cells). The squared distance of cells x and y
+        # is -2 x·y + y·y + x·x. All steps work in place, because the array is large.
         distances = (-2 * values[start:stop]) @ values.T
         distances += squares
         distances += squares[start:stop, None]
         distances[rows, start + rows] = 0
         np.maximum(distances, 0, out=distances)
         np.sqrt(distances, out=distances)
-        sums = (distances @ is_label).astype(np.float64)
+
+        # mean distances to the other cells of the same label, and to the nearest other label
+        sums = (distances @ is_label).astype(np.float64)  # (rows, labels)
         label = labels[start:stop]
         n_others_in_label = sizes[label] - 1
         within = sums[rows, label] / np.maximum(n_others_in_label, 1)
         means = sums / sizes
         means[rows, label] = np.inf
         between = means.min(1)
-        larger = np.maximum(within, between)
-        is_defined = (n_others_in_label > 0) & (larger > 0)
-        differences = np.where(is_defined, between - within, 0)
-        divisors = np.where(is_defined, larger, 1)
-        widths[start:stop] = differences / divisors
+        widths[start:stop] = _compare_distances(within, between, n_others_in_label)
     return (widths + 1) / 2
 
 
-def isolated_labels(
+def _compare_distances(within: np.ndarray, between: np.ndarray, n_others: np.ndarray) -> np.ndarray:
+    """Compute silhouettes from the mean distances of each cell, `(cells,)`, from -1 to 1.
+
+    `within` are the mean distances to the other cells of the same class, and `n_others` their numbers.
+    `between` are the mean distances to other classes. A cell that is alone in its class has 0, and so has
+    a cell with both distances 0.
+    """
+    larger = np.maximum(within, between)
+    is_defined = (n_others > 0) & (larger > 0)
+    silhouette = (between - within) / np.where(is_defined, larger, 1)
+    return np.where(is_defined, silhouette, 0)
+
+
+def measure_isolated_labels(
     widths: np.ndarray,
     batches: np.ndarray,
     labels: np.ndarray,
 ) -> np.ndarray | None:
-    """Mean silhouette of the labels that are in the fewest batches, mean over these labels, as one term
-    per cell (`label_mean_terms`); None if every label is in all batches.
+    """Measure the silhouettes of isolated labels, which are the labels in the fewest batches.
 
-    `widths` are the silhouettes of all cells, `(cells,)`.
+    `widths`, `(cells,)`, are the silhouettes of all cells. The mean over cells is a mean over isolated
+    labels, so each cell has a term of `compute_label_mean_terms`. None if every label is in all batches.
     """
-    n_batches = pd.Series(batches).groupby(labels).nunique()  # for each label
+    n_batches = pd.Series(batches).groupby(labels).nunique()  # by label
     if n_batches.min() == len(np.unique(batches)):
         return None
     isolated = n_batches.index[n_batches == n_batches.min()]
     is_isolated = np.isin(labels, isolated)
     isolated_widths = np.where(is_isolated, widths, np.nan)
-    return label_mean_terms(isolated_widths, labels)
+    return compute_label_mean_terms(isolated_widths, labels)
 
 
-def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
-    """Share of the variance of `vectors` that lies between batches, as one number per cell.
+def measure_batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
+    """Measure the share of the variance of `vectors` that lies between batches.
 
-    A cell's weight also shifts the means, but to first order that does not change the variances.
+    The numbers of cells are terms of a linear approximation, by the derivative of the share by the weight
+    of each cell. A weight also shifts the means, but to first order a shift of a mean does not change the
+    variances.
     """
     values = np.asarray(vectors, np.float64)
-    # (cells,): squared distance to the mean of all cells, and of the cell's batch
+    # (cells,): squared distance of each cell to the mean of all cells, and to the mean of its batch
     centred = values - values.mean(0)
     to_mean = (centred**2).sum(1)
     n_batches = batches.max() + 1
@@ -233,28 +281,28 @@ def batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     if total == 0:
         return np.zeros(len(values))
     within_frac = to_batch_mean.mean() / total
-    # derivative of `within_frac` by the weight of each cell
+    # derivative of `within_frac` by the weight of each cell, times the number of cells
     derivatives = (to_batch_mean - within_frac * to_mean) / total
     return 1 - within_frac - derivatives
 
 
-def label_mean_terms(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Linear terms of a mean over labels: one number per cell, whose mean over all cells is the mean
-    over labels of each label's mean of `values`.
+def compute_label_mean_terms(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """Compute the linear terms of a mean over labels, `(cells,)`. Their mean over cells is that mean.
 
-    Cells with NaN do not count; None if all have NaN.
+    The mean over labels is the mean of each label's mean of `values`, `(cells,)`. Cells with NaN do not
+    count. None if all cells have NaN.
     """
-    counts = np.isfinite(values)
-    if not counts.any():
+    is_counted = np.isfinite(values)
+    if not is_counted.any():
         return None
-    # for cells that count: number of the label, (cells,); size and mean of each label, (labels,)
-    _, label = np.unique(labels[counts], return_inverse=True)
+    # number of the label of each counted cell, (counted cells,), and size and mean of each label, (labels,)
+    _, label = np.unique(labels[is_counted], return_inverse=True)
     sizes = np.bincount(label)
-    means = np.bincount(label, values[counts]) / sizes
-    # the mean over labels, plus each cell's linear term
+    means = np.bincount(label, values[is_counted]) / sizes
+    # the term of a cell is the mean over labels, plus the weighted deviation from the mean of its label
     terms = np.full(len(values), means.mean())
     weights = len(values) / (len(sizes) * sizes[label])
-    terms[counts] += weights * (values[counts] - means[label])
+    terms[is_counted] += weights * (values[is_counted] - means[label])
     return terms
 
 
@@ -263,9 +311,12 @@ def _sum_by_class(
     weights: np.ndarray,
     n_classes: int,
 ) -> np.ndarray:
-    """Sum of the weights of each class in each row, `(rows, n_classes)`."""
+    """Sum the weights of each class in each row, `(rows, n_classes)`.
+
+    `classes` are class ids, `(rows, k)`, and `weights` have the same shape.
+    """
     n_rows = len(classes)
-    # one bin for each pair of row and class
+    # the sum of each bin is the sum of one class in one row
     bins = np.arange(n_rows)[:, None] * n_classes + classes
     sums = np.bincount(bins.ravel(), weights.ravel(), minlength=n_rows * n_classes)
     return sums.reshape(n_rows, n_classes)

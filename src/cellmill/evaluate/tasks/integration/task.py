@@ -1,5 +1,6 @@
-"""Task `integration`: mixing of batches and separation of labels (docs/evaluation.md), by the measures
-of `measures.py`.
+"""Task `integration`: how well batches mix, and how well labels stay separate, in the vectors of cells.
+
+`measures.py` has the measures, and docs/evaluation.md describes the task.
 """
 
 from dataclasses import replace
@@ -23,35 +24,44 @@ from cellmill.evaluate.scores import ScoreColumn
 from cellmill.evaluate.seconds.sizes import DatasetSizes
 from cellmill.evaluate.task import Context, Skipped, Task
 from cellmill.evaluate.tasks.integration.measures import (
-    batch_variance,
-    bras,
-    graph_connectivity,
-    isolated_labels,
-    kbet,
-    lisi,
-    silhouettes,
+    measure_batch_variance,
+    measure_bras,
+    measure_graph_connectivity,
+    measure_isolated_labels,
+    measure_kbet,
+    measure_lisi,
+    measure_silhouettes,
 )
 from cellmill.runs.results import Row, ScoredMethod, TaskResult
 
-CORRECTED = ScoredMethod(f"PCA{COMPONENTS}, Harmony")
+# principal components of the scored cells, and the same components after a correction by Harmony
 PRINCIPAL = ScoredMethod(f"PCA{COMPONENTS}")
+CORRECTED = ScoredMethod(f"PCA{COMPONENTS}, Harmony")
+# vectors of normal random numbers
 RANDOM = ScoredMethod("random")
 
 
 class CellsOfBatches(NamedTuple):
     """Scored cells with a label and a batch."""
 
-    cells: np.ndarray  # indices
-    batches: np.ndarray
-    labels: np.ndarray
-    figures: dict[str, Any]  # for metrics.json
+    cells: np.ndarray  # (cells,) int64: indices in the dataset, ascending
+    batches: np.ndarray  # (cells,) int64: ids of the batches, from 0
+    labels: np.ndarray  # (cells,) int64: ids of the labels, from 0
+    figures: dict[str, Any]  # numbers of cells, labels and batches, for metrics.json
 
 
 class Integration(Task):
     config: IntegrationConfig
 
     def run(self, context: Context) -> TaskResult:
-        """Batch and bio columns of every row; skipped without a label, or with cells of one batch."""
+        """Measure the vectors of each method, which is a row. Each measure is a column.
+
+        Columns `batch: ...` measure how well batches mix, and columns `bio: ...` how well labels stay
+        separate. Verdicts compare the embedding with principal components, corrected by Harmony if option
+        `harmony` is set.
+
+        Raises Skipped if the dataset has no labels, no batches, or too few cells of them.
+        """
         chosen = self._choose_cells(context)
         try:
             vectors_by_method = self.collect_vectors(context, chosen.cells, chosen.batches)
@@ -71,14 +81,18 @@ class Integration(Task):
 
     def estimate_s(self, sizes: DatasetSizes) -> float:
         n = sizes.count_cells(MAX_LABELLED_CELLS)
-        n_features = 5 + sizes.n_external + self.config.harmony
+        # `collect_vectors` returns five methods, one more with Harmony, and one for each external model
+        n_methods = 5 + sizes.n_external + self.config.harmony
         harmony_s = 5e-4 * n if self.config.harmony else 0.0
-        # measures of one of the features: of neighbours, and of all pairs of cells
+        # seconds for one method: the second term is for neighbours, the third for all pairs of cells
         measures_s = 0.1 + 5e-7 * n * self.config.neighbors + 1.5e-8 * n**2
-        return sizes.features_s(n) + sizes.components_s(n) + harmony_s + n_features * measures_s
+        return sizes.features_s(n) + sizes.components_s(n) + harmony_s + n_methods * measures_s
 
     def _choose_cells(self, context: Context) -> CellsOfBatches:
-        """Scored cells with a label and a batch. Raises Skipped for too few of either."""
+        """Choose the scored cells with a label and a batch.
+
+        Raises Skipped in the cases of `labelled_cells`, and if these cells are of fewer than two batches.
+        """
         if "batch" not in context.roles:
             raise Skipped("the dataset has no batch column")
         column = context.roles["batch"]
@@ -107,14 +121,19 @@ class Integration(Task):
     def _score(
         self, vectors_by_method: ByMethod, batches: np.ndarray, labels: np.ndarray
     ) -> tuple[list[Row], list[ScoreColumn]]:
-        """A row for each method, and a column for each measure that is a mean over cells."""
+        """Measure the vectors of each method.
+
+        Returns a row for each method, with the values of all measures. Also returns a column for each
+        measure that is a mean over cells, from which verdicts are made.
+        """
         rows = []
-        # scores by heading and method
+        # scores by heading and method, (1, cells): there is one repetition
         scores: dict[str, ByMethod] = {}
         for method, vectors in vectors_by_method.items():
-            measures = self.measure(vectors, vectors_by_method[PRINCIPAL], batches, labels)
+            principal = vectors_by_method[PRINCIPAL]
+            values_by_heading = self.measure(vectors, principal, batches, labels)
             row = Row(method)
-            for heading, values in measures.items():
+            for heading, values in values_by_heading.items():
                 # adding 0.0 turns -0.0 into 0.0
                 row.numbers[heading] = None if values is None else float(np.mean(values)) + 0.0
                 # graph connectivity is not a mean over cells, so it has no interval or verdict
@@ -127,8 +146,10 @@ class Integration(Task):
         return rows, columns
 
     def collect_vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> ByMethod:
-        """Features of the cells by method, `(cells, width)`: the embedding, components with and
-        without Harmony, and random vectors.
+        """Collect the vectors of the cells by method, `(cells, width)`.
+
+        They are the usual features without ALL_GENES, the components of these cells, and random vectors.
+        With option `harmony`, the components are also there as Harmony corrects them.
         """
         vectors = cell_features(context, cells)
         principal = context.feature_cache.share(vectors.pop(ALL_GENES)).source.components
@@ -142,35 +163,41 @@ class Integration(Task):
     def measure(
         self, vectors: np.ndarray, principal: np.ndarray, batches: np.ndarray, labels: np.ndarray
     ) -> dict[str, np.ndarray | float | None]:
-        """Values of the cells by column, `(cells,)`: one number for graph connectivity, None for a
-        measure that does not apply.
+        """Compute all measures of `vectors`, `(cells, width)`, by the heading of the column.
+
+        A measure is `(cells,)` float64, with values that a mean over cells turns into the measure. Graph
+        connectivity is a single number. A measure that does not apply is None. `principal`,
+        `(cells, components)`, are the components that PCR compares with. `batches` and `labels` are ids.
         """
         graph = NeighborGraph.build(vectors, self.config.neighbors)
         perplexity = graph.indices.shape[1] / 3
-        batches_around = lisi(graph, batches, perplexity)
-        labels_around = lisi(graph, labels, perplexity)
-        widths = silhouettes(vectors, labels)
-        between = batch_variance(vectors, batches)
-        uncorrected = batch_variance(principal, batches).mean()
-        # `max` is the number of classes - 1
+        batches_around = measure_lisi(graph, batches, perplexity)
+        labels_around = measure_lisi(graph, labels, perplexity)
+        widths = measure_silhouettes(vectors, labels)
+        batch_variance = measure_batch_variance(vectors, batches)
+        uncorrected = measure_batch_variance(principal, batches).mean()
+        # LISI runs from 1 to the number of classes. It is rescaled to 0 to 1; `max()` is the largest id,
+        # which is the number of classes minus 1.
         return {
             "batch: iLISI": (batches_around - 1) / batches.max(),
-            "batch: kBET": kbet(vectors, batches, labels),
-            "batch: graph connectivity": graph_connectivity(graph, labels),
-            "batch: BRAS": bras(vectors, batches, labels),
-            "batch: PCR": 1 - between / uncorrected if uncorrected > 0 else None,
+            "batch: kBET": measure_kbet(vectors, batches, labels),
+            "batch: graph connectivity": measure_graph_connectivity(graph, labels),
+            "batch: BRAS": measure_bras(vectors, batches, labels),
+            "batch: PCR": 1 - batch_variance / uncorrected if uncorrected > 0 else None,
             "bio: cLISI": 1 - (labels_around - 1) / labels.max(),
-            "bio: isolated labels": isolated_labels(widths, batches, labels),
+            "bio: isolated labels": measure_isolated_labels(widths, batches, labels),
             "bio: label ASW": widths,
         }
 
 
 def run_harmony(vectors: np.ndarray, batches: np.ndarray, seed: int, scored: str) -> np.ndarray:
-    """`vectors`, (cells, width), corrected by Harmony with its own defaults (Korsunsky et al.
-    2019).
+    """Correct `vectors`, `(cells, width)`, by Harmony with its default options (Korsunsky et al. 2019).
 
-    `scored` is `evaluate.cells`, for the message. Raises Skipped if there are too few cells:
-    harmonypy makes one cluster of 30 cells, and none of 15 or fewer.
+    `batches`, `(cells,)`, are the ids of the batches. `scored` is the value of option `evaluate.cells`, for
+    the message.
+
+    Raises Skipped if there are too few cells for harmonypy, which makes one cluster for each 30 cells, and
+    no cluster of 15 or fewer cells. Raises ConfigError if harmonypy is not installed.
     """
     harmony = optional_package("harmonypy", "integrate", "evaluate.tasks.integration.harmony")
     obs = pd.DataFrame({"batch": batches.astype(str)})
