@@ -70,7 +70,7 @@ PER_1K = add_note(TRAINING_COMPONENTS, ", CP1k")
 Degradation = Callable[[sp.csr_matrix, np.random.Generator], sp.csr_matrix]
 """Takes counts, `(cells, genes)`, and a generator. Returns fewer counts of the same shape.
 
-The genes are those of the file or those of the model's vocabulary.
+The genes are the genes of the file, or the genes of the model's vocabulary.
 """
 Projection = Callable[[sp.csr_matrix], np.ndarray]
 """Takes counts, `(cells, genes of the file)`. Returns components, `(cells, components)`."""
@@ -299,8 +299,8 @@ class Degraded(Task):
         """Predict the classes of the tested cells at each of `tested_levels`, by column and method.
 
         `features_by_level` and `labels` are of all cells. Classifiers are fitted at each level that has
-        features. If only one level has features, such as those of a panel, all three columns have the
-        *matched* prediction.
+        features. If only one level has features, as in missing_genes, all three columns have the *matched*
+        prediction.
         """
         neighbors = self.config.neighbors
         fitted_labels = labels[fold.fitted]
