@@ -138,7 +138,7 @@ def test_gaps_in_the_best_column_are_filled_from_the_rest(tmp_path: Path) -> Non
         )
         found = choose_names([*var.index], var, "human")
         assert found.gene_ids == IDS
-        assert (found.column, found.used) == ("b", {"a": 45, "b": 15})
+        assert (found.column, found.texts) == ("b", [*IDS[:45], *SYMBOLS[45:]])
         assert found.coverage == {"the index": 0, "a": 45 / 60, "b": 58 / 60}
 
 

@@ -75,7 +75,6 @@ class GeneNames:
     kinds: list[str] = field(default_factory=list)
     # the name of each row in the column that names it
     texts: list[str] = field(default_factory=list)
-    used: Counter[str] = field(default_factory=Counter)  # number of genes from each column
     # prefix that was removed -> number of names
     prefixes: Counter[str] = field(default_factory=Counter)
     # entries of `Matches` for the names that were used
@@ -89,12 +88,9 @@ class GeneNames:
         """Append a row, with the name that a column has for it."""
         matches = column.matches
         text = column.texts[row]
-        gene = matches.gene_ids[row]
-        self.gene_ids.append(gene)
+        self.gene_ids.append(matches.gene_ids[row])
         self.kinds.append(matches.kinds[row])
         self.texts.append(text)
-        if gene:
-            self.used[column.name] += 1
         if text in matches.prefixes:
             self.prefixes[matches.prefixes[text]] += 1
         if text in matches.made_unique:

@@ -256,8 +256,7 @@ def _open_zarr(path: Path, file: Any, counts: str) -> CountSource:
     elif not zipfile.is_zipfile(path):
         raise DataError(f"{path}: not a zip file")
     store: Any = path if path.is_dir() else ZipStore(path, mode="r")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zarr's, of strings in version 3
+    with warnings.catch_warnings(action="ignore"):  # zarr's, of strings in version 3
         try:
             # consolidated metadata stays as it was when more is written later
             group = zarr.open_group(store, mode="r", use_consolidated=False)

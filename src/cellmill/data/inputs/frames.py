@@ -1,6 +1,8 @@
 """Data frames of AnnData files: as anndata writes them, as it did before 0.7, and as SeuratDisk does."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,41 +21,43 @@ from cellmill.errors import DataError
 
 def open_obs(path: Path, file: Any) -> StoredObs:
     """obs of a file that preprocess wrote: its names are read, its columns when they are needed."""
-    try:
+    with _reading(path, "obs"):
         group = file["obs"]
         names = read_elem(group[group.attrs["_index"]])
         columns = [decode(name) for name in group.attrs["column-order"]]
         index = text_index(pd.Index(names))
-    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise
-        raise DataError(f"{path}: /obs cannot be read: {one_line(error)}") from None
     return StoredObs(index, columns, partial(_read_column, path, group, len(index)))
 
 
 def _read_column(path: Path, group: Any, n_obs: int, name: str) -> Any:
-    try:
+    with _reading(path, f"obs/{name}"):
         values = read_elem(group[name])
         if np.shape(values) != (n_obs,):
             raise ValueError(f"expected shape ({n_obs},), got {np.shape(values)}")
-    except Exception as error:
-        raise DataError(f"{path}: /obs/{name} cannot be read: {one_line(error)}") from None
     return values
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Raise DataError for what anndata raises, which wraps whatever h5py, numpy or pandas raise."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
 
 
 def read_frame(path: Path, file: Any, name: str) -> pd.DataFrame:
     """Data frame `name` of an open file, with a text index. Raise DataError for a damaged one."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # anndata's, of layouts before 0.8
-            if is_array(file[name]):
-                frame = _compound_frame(file, name)
-            elif "encoding-type" not in file[name].attrs and "column-order" not in file[name].attrs:
-                frame = _plain_frame(file[name])
-            else:
-                frame = read_elem(file[name])
-            if isinstance(frame, pd.DataFrame):
-                frame = _with_levels(file[name], frame)
-    except Exception as error:  # anndata wraps whatever h5py, numpy or pandas raise
-        raise DataError(f"{path}: /{name} cannot be read: {one_line(error)}") from None
+    # anndata warns of layouts before 0.8
+    with _reading(path, name), warnings.catch_warnings(action="ignore"):
+        if is_array(file[name]):
+            frame = _compound_frame(file, name)
+        elif "encoding-type" not in file[name].attrs and "column-order" not in file[name].attrs:
+            frame = _plain_frame(file[name])
+        else:
+            frame = read_elem(file[name])
+        if isinstance(frame, pd.DataFrame):
+            frame = _with_levels(file[name], frame)
     if not isinstance(frame, pd.DataFrame):
         raise DataError(f"{path}: /{name} is not a data frame")
     # Scarf lists the index among the columns, and anndata writes no column of its name
