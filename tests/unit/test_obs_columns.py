@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+from scipy.io import mmwrite
 
 from cellmill.config import load_config
 from cellmill.config.corpus import Preprocess
@@ -94,6 +95,61 @@ def test_a_filter_keeps_the_cells_that_pandas_query_keeps(
     assert list(obs.index[keep]) == list(wanted)
 
 
+LEIDEN = [["0", "3", "10"][number % 3] for number in range(10)]
+COMPARED: dict[str, list[bool] | str] = {
+    "leiden != 3": [text != "3" for text in LEIDEN],
+    "leiden not in [3, 10]": [text == "0" for text in LEIDEN],
+    "leiden < 10 & doublet != True": [text != "10" and i % 4 > 0 for i, text in enumerate(LEIDEN)],
+    "1 < leiden <= n + 3 and ct in ['B', '3']": [
+        1 < int(text) <= number + 3 and number % 2 == 0 for number, text in enumerate(LEIDEN)
+    ],
+    "not leiden == '3'": [text != "3" for text in LEIDEN],
+    "ct.str.startswith('B') == False": [number % 2 == 1 for number in range(10)],
+    "ct != 3": "3 (number) with ct (text)",
+    "ct != n": "ct (text) with n (number)",
+    "leiden != '10' and leiden != 3": "'10' (text) with leiden (number)",
+    "n not in ['3']": "'3' (text) with n (number)",
+    "ok != 'True'": "'True' (text) with ok (number)",
+}
+
+
+@pytest.mark.parametrize("condition", COMPARED)
+def test_a_filter_compares_texts_of_numbers_with_numbers(make_h5ad: Make, condition: str) -> None:
+    obs = pd.DataFrame(
+        {
+            "leiden": pd.Categorical(LEIDEN),
+            "ct": pd.Categorical(["B", "2"] * 5),
+            "doublet": pd.Categorical([["True", "False"][number % 4 > 0] for number in range(10)]),
+            "n": np.arange(10),
+            "ok": [True, False] * 5,
+        },
+        index=[f"cell{number}" for number in range(10)],
+    )
+    path = make_h5ad(sp.csr_matrix(np.ones((10, 2), np.float32)), genes=["TP53", "MYC"], obs=obs)
+    wanted = COMPARED[condition]
+    if isinstance(wanted, str):
+        with pytest.raises(DataError) as caught:
+            chosen(path, None, filter=condition)
+        assert str(caught.value) == (
+            f"{path}: filter {condition!r} compares {wanted}; write texts in quotes, "
+            "and numbers, True and False without"
+        )
+    else:
+        assert chosen(path, None, filter=condition).keep.tolist() == wanted
+
+
+def test_a_filter_reads_numbers_of_a_text_table(tmp_path: Path) -> None:
+    mmwrite(tmp_path / "matrix.mtx", sp.coo_matrix(np.ones((2, 3), np.int64)))
+    (tmp_path / "genes.tsv").write_text("TP53\nMYC\n")
+    (tmp_path / "cells.csv").write_text("cell,n_umi\nc1,7\nc2,NA\nc3,20\n")
+    for condition, wanted in {
+        "n_umi > 8": [False, False, True],
+        "n_umi != 20": [True, True, False],
+        "n_umi != 'NA'": [True, False, True],
+    }.items():
+        assert chosen(tmp_path, None, filter=condition).keep.tolist() == wanted
+
+
 def test_the_columns_of_a_filter_are_known_without_pandas() -> None:
     condition = """`in text` & (assay == "a `b` c" or lane in [1, 2]) and assay != lane"""
     assert filter_columns(condition) == ["in text", "assay", "lane"]
@@ -128,7 +184,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
         {"filter": "age"},
         "filter 'age' is not a condition: age is int64; compare it with a value",
     ),
-    "types": ({"filter": "guide > 3"}, "filter 'guide > 3': "),
+    "types": (
+        {"filter": "guide > 3"},
+        "filter 'guide > 3' compares 3 (number) with guide (text); ",
+    ),
     "a dose": ({"dose": "assay"}, "obs column 'assay' (the dataset's dose) expected numbers, got "),
 }
 

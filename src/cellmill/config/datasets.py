@@ -1,4 +1,4 @@
-"""The table of datasets: rows, URLs of inputs, filters of cells, and label maps. Torch-free.
+"""The table of datasets: rows, URLs of inputs, and filters of cells. Torch-free.
 
 The csv module reads one line at a time: a quote that is not closed on its line, which it would
 continue through the rows below, is an error, so that no row can vanish. pandas would take a second
@@ -10,7 +10,7 @@ import csv
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 import yaml
@@ -44,7 +44,7 @@ _SECRET = re.compile(
 # a file of several AnnData, and one of them
 _PART = re.compile(r"(.+\.(?:h5mu|h5ad|h5|zarr|zip))#([^#]+)")
 # text, or a name in backticks
-_QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`""")
+_QUOTED = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|`([^`]+)`|[&|]""")
 
 
 def check_name(name: Any) -> str:
@@ -81,7 +81,7 @@ class ObsColumns(Section):
     filter: str | None = None
     """Filter for cells to keep, in the syntax of `pandas.DataFrame.query`. It compares obs columns
     (`` `in backticks` `` if the name has spaces) with strings, numbers and lists, joined by and,
-    or, not.
+    or, not. A column of text compares with numbers, or True and False, if all its texts are such.
     """
     label: str | None = None
     """obs column of the label, which the evaluation predicts, or several, separated by |. It is
@@ -401,11 +401,33 @@ def _cells(where: str, line: str) -> list[str]:
 
 def filter_columns(condition: str) -> list[str]:
     """obs columns that a filter names, in order. Raise ValueError for text that is no expression."""
+    tree, quoted = _parse_filter(condition)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    names.sort(key=lambda node: (node.lineno, node.col_offset))
+    return list(dict.fromkeys(quoted.get(node.id, node.id) for node in names))
+
+
+def filter_comparisons(condition: str) -> Iterator[tuple[list[str], list[Any]]]:
+    """Columns and values of each comparison of a filter, unless it calls methods."""
+    tree, quoted = _parse_filter(condition)
+    for node in ast.walk(tree):
+        parts = [*ast.walk(node)]
+        kinds = [*map(type, parts)]
+        if kinds[0] is ast.Compare and kinds.count(ast.Compare) == 1 and ast.Attribute not in kinds:
+            names = [part.id for part in parts if isinstance(part, ast.Name)]
+            values = [part.value for part in parts if isinstance(part, ast.Constant)]
+            yield [quoted.get(name, name) for name in names], values
+
+
+def _parse_filter(condition: str) -> tuple[ast.Expression, dict[str, str]]:
+    """Return the tree of a filter, and the columns in backticks by their names in the tree."""
     quoted: dict[str, str] = {}
 
     def replace_quoted(match: re.Match[str]) -> str:
-        if not match[2]:
+        if match[1]:
             return match[1]
+        if not match[2]:  # pandas takes these for words, which bind less than comparisons
+            return " and " if match[0] == "&" else " or "
         name = f"__column_{len(quoted)}"
         quoted[name] = match[2]
         return name
@@ -417,34 +439,4 @@ def filter_columns(condition: str) -> list[str]:
         raise ValueError(
             f"filter: cannot be read ({error.msg}); expected a condition such as {example}"
         ) from None
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    names.sort(key=lambda node: (node.lineno, node.col_offset))
-    return list(dict.fromkeys(quoted.get(node.id, node.id) for node in names))
-
-
-class MappedLabel(NamedTuple):
-    """One line of the file; `to` is None if cells of the label get none."""
-
-    line: int
-    to: str | None
-
-
-def read_label_map(path: Path) -> dict[str, MappedLabel]:
-    """Lines of a label map by `from`, in order. Raise ConfigError naming file and line."""
-    labels: dict[str, MappedLabel] = {}
-    for line, row in read_rows(path, ("from", "to"), "a label map", required=("from", "to")):
-        if "from" not in row:
-            raise ConfigError(
-                f"{path}, line {line}: expected a label in column from, got none; fill it in"
-            )
-        label = row["from"]
-        if label in labels:
-            raise ConfigError(
-                f"{path}, line {line}: {label!r} is also in line {labels[label].line}; remove one"
-            )
-        labels[label] = MappedLabel(line, row.get("to"))
-    if not labels:
-        raise ConfigError(
-            f"{path}: no labels; add a line with the columns from and to for each label to rename"
-        )
-    return labels
+    return tree, quoted

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from cellmill.config.corpus import DATASET, IS_CONTROL, ROLES
-from cellmill.config.datasets import Dataset, is_url, read_label_map
+from cellmill.config.datasets import Dataset, is_url
 from cellmill.config.published import HUB_MODEL, PublishedFolder
 from cellmill.config.workflow import CorpusConfig, Workflow
 from cellmill.data.arrays import as_text
@@ -22,7 +22,8 @@ from cellmill.data.inputs.derived.grouped import MODES
 from cellmill.data.inputs.derived.recovered import matrix_to_recover
 from cellmill.data.inputs.formats import DeclaredNames, declared_names
 from cellmill.data.inputs.h5_walk import check_walk
-from cellmill.data.prepare.obs import check_labels, name_columns
+from cellmill.data.prepare.label_maps import check_labels, read_label_map
+from cellmill.data.prepare.obs import name_columns
 from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import ConfigError, DataError, require_known
 from cellmill.files import read_json, require_file, special_kind

@@ -12,12 +12,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from cellmill.config.corpus import IS_CONTROL, ORGANISM
-from cellmill.config.datasets import MappedLabel, ObsColumns, filter_columns, read_label_map
+from cellmill.config.datasets import (
+    ObsColumns,
+    filter_columns,
+    filter_comparisons,
+)
 from cellmill.data.arrays import as_text, text_values
 from cellmill.data.inputs.h5 import FrameColumns, one_line
 from cellmill.data.inputs.reader import CountsReader
+from cellmill.data.prepare.label_maps import (
+    EmptyLabels,
+    MappedLabels,
+    check_labels,
+    remove_empty_labels,
+)
 from cellmill.data.prepare.perturbations import (
     Controls,
     Merged,
@@ -29,86 +40,7 @@ from cellmill.data.prepare.qc_lines import list_first
 from cellmill.errors import DataError, require_known
 
 _VALUES = 8  # values of a column in a message
-
-
-class MappedLabels(NamedTuple):
-    """A label of all cells of a file, before and after its map."""
-
-    codes: np.ndarray  # (cells,) index into `before`, -1 for a missing value
-    before: list[str]
-    by_label: dict[str, MappedLabel]
-
-    def column(self) -> pd.Categorical:
-        """(cells,): labels after the map."""
-        after = []
-        for label in self.before:
-            after.append(self.by_label[label].to if label in self.by_label else label)
-        return pd.Categorical(np.array([*after, None], object)[self.codes])
-
-    def report(self, cells: np.ndarray) -> dict[str, Any]:
-        """Count the cells of mask `cells` by label, for labels that are renamed, kept and made missing."""
-        report: dict[str, Any] = {"renamed": {}, "kept": {}, "made_missing": {}}
-        for label, n in _count_codes(self.codes[cells], self.before).items():
-            mapped = self.by_label.get(label)
-            if mapped is None:
-                report["kept"][label] = n
-            elif mapped.to is None:
-                report["made_missing"][label] = n
-            else:
-                report["renamed"][label] = n
-        return report
-
-
-def _count_codes(codes: np.ndarray, texts: list[str]) -> dict[str, int]:
-    """Number of each text, the most frequent first; -1 is no text."""
-    n_cells = np.bincount(codes[codes >= 0], minlength=len(texts)).tolist()
-    counts = {text: n for text, n in zip(texts, n_cells) if n}
-    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-
-
-def check_labels(
-    label_map: Path, labels: Iterable[str], file: Path, column: str
-) -> dict[str, MappedLabel]:
-    """Read a label map. Raises DataError for a line whose label is not in `labels` of the file."""
-    known = sorted({*labels})
-    by_label = read_label_map(label_map)
-    for label, mapped in by_label.items():
-        fault = f"{label_map}, line {mapped.line}: no cell of {file} has label {label!r} in obs column {column!r}"
-        require_known(label, known, fault)
-    return by_label
-
-
-class EmptyLabels(NamedTuple):
-    """Texts of a label that mean no label, and the cells that had them."""
-
-    codes: np.ndarray  # (cells,) index into `texts`, -1 for other cells
-    texts: list[str]
-
-    def report(self, cells: np.ndarray) -> dict[str, int]:
-        """Number of the cells of mask `cells` by text, the most frequent first."""
-        return _count_codes(self.codes[cells], self.texts)
-
-
-def remove_empty_labels(
-    labels: pd.Series, columns: ObsColumns
-) -> tuple[pd.Series, EmptyLabels | None]:
-    """Labels with missing values for texts that mean no label, and these texts, if there are any."""
-    codes, values = pd.factorize(labels)
-    texts = [as_text(value) for value in values]
-    # `none` may be a control of a perturbation that is also a label
-    controls = columns.controls_in(texts)
-    empty = []  # codes
-    for code, text in enumerate(texts):
-        is_text = isinstance(values[code], str)
-        if is_text and text not in controls and columns.means_no_label(text):
-            empty.append(code)
-    if not empty:
-        return labels, None
-    position = np.full(len(values) + 1, -1, np.int64)  # the last is for missing values
-    position[empty] = np.arange(len(empty))
-    removed = EmptyLabels(position[codes], [texts[code] for code in empty])
-    kept = np.array([*texts, None], object)[np.where(removed.codes >= 0, -1, codes)]
-    return pd.Series(pd.Categorical(kept), index=labels.index), removed
+_BOOLEANS = {"true": True, "false": False}
 
 
 class ColumnNames(NamedTuple):
@@ -320,12 +252,13 @@ def choose_controls(
 def _filter_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
     if condition is None:
         return np.ones(reader.n_obs, bool)
-    names = filter_columns(condition)
-    columns = {name: reader.written_column(name) for name in names}
+    columns = {name: _comparable(reader.written_column(name)) for name in filter_columns(condition)}
+    _read_numbers(reader, condition, columns)
     kinds = ", ".join(f"{name} is {column.dtype}" for name, column in columns.items())
     try:
-        frame = pd.DataFrame({name: _comparable(column) for name, column in columns.items()})
-        keep = frame.eval(condition.strip(), engine="python", local_dict={}, global_dict={})
+        keep = pd.DataFrame(columns).eval(
+            condition.strip(), engine="python", local_dict={}, global_dict={}
+        )
     except Exception as error:  # pandas raises errors of many kinds for what it does not compare
         raise DataError(
             f"{reader.path}: filter {condition!r}: {one_line(error)}; {kinds}"
@@ -342,11 +275,41 @@ def _filter_cells(reader: CountsReader, condition: str | None) -> np.ndarray:
     return keep.to_numpy(bool, na_value=False)
 
 
+def _read_numbers(reader: CountsReader, condition: str, columns: dict[str, pd.Series]) -> None:
+    """Replace `columns` of text that a filter compares with numbers or booleans by such.
+
+    Raises DataError if they are none: to pandas, each text differs from each number.
+    """
+    comparisons = [*filter_comparisons(condition)]
+    for is_read in (False, True):
+        for names, values in comparisons:
+            is_text = {repr(value): isinstance(value, str) for value in values}
+            is_text |= {name: not is_numeric_dtype(columns[name]) for name in names}
+            if len({*is_text.values()}) < 2:
+                continue
+            if is_read:
+                kinds = [f"{name} ({'text' if is_text[name] else 'number'})" for name in is_text]
+                raise DataError(
+                    f"{reader.path}: filter {condition!r} compares {' with '.join(kinds)}; write texts in quotes, "
+                    "and numbers, True and False without"
+                )
+            for name in filter(is_text.get, names):
+                columns[name] = _as_numbers(columns[name], reader.obs[name])
+
+
+def _as_numbers(written: pd.Series, column: pd.Series) -> pd.Series:
+    """The numbers or booleans that the texts of a column say; `written` if a text says none."""
+    codes, values = pd.factorize(column)
+    texts = [_BOOLEANS.get(text.lower(), text) for text in map(as_text, values)]
+    numbers = pd.to_numeric(pd.Series(texts, dtype=object), errors="coerce")
+    return written if numbers.isna().any() else numbers.reindex(codes).set_axis(column.index)
+
+
 def _comparable(column: pd.Series) -> pd.Series:
     """Return categories of numbers or booleans as plain values, which can be compared and joined."""
     if isinstance(column.dtype, pd.CategoricalDtype) and not column.isna().any():
         values = column.cat.categories.dtype
-        return column.astype(values) if pd.api.types.is_numeric_dtype(values) else column
+        return column.astype(values) if is_numeric_dtype(values) else column
     return column
 
 
