@@ -139,16 +139,12 @@ class _VotedCells:
     """Neighbours and labels of some cells."""
 
     points: np.ndarray  # (cells, k) int64: neighbours of each cell
-    distances: (
-        np.ndarray
-    )  # (cells, k) float32: distances to them, in the unit of the stored vectors
+    distances: np.ndarray  # (cells, k) float32: in the unit of the stored vectors
     in_atlas: np.ndarray  # (cells,) bool: True for cells with a copy in the atlas
     codes: np.ndarray  # (cells,) int64: index of the label in `names`, or NO_LABEL
     agreement: np.ndarray  # (cells,) float64: share of the votes for the label
     n_donors: np.ndarray  # (cells,) int64: number of donors that voted
-    names: list[
-        str
-    ]  # labels of the atlas; with the Cell Ontology, also the terms above these labels
+    names: list[str]  # labels of the atlas; in the Cell Ontology also the terms above these
     is_ontology: bool  # True if all labels are terms of the Cell Ontology
 
 
@@ -244,9 +240,10 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
     lines = [
         f"{int(obs[LABEL].notna().sum()):,} of {n_cells:,} cells have a label, {n_refused:,} are refused ({new})"
     ]
+
+    # how many reference cells are refused by the rule for new cells
     n_reference = len(atlas.reference)
     left_out = "their donor" if record.held_out == "donor" else "each"
-    # refuse reference cells by the rule for new cells
     distances = atlas.reference["distance"]
     is_refused = find_refused(find_percentiles(distances, distances), section.refuse_frac)
     if section.refuse_frac * (n_reference + 1) < 1:
@@ -268,6 +265,7 @@ def _describe(atlas: CellAtlas, obs: dict[str, Any], section: Map) -> list[str]:
             lines.append(
                 "warning: the atlas has one donor, so cells of a new donor are refused more often than that"
             )
+
     if not record.labels:
         lines.append("warning: the atlas has no labels")
     if n_in_atlas:

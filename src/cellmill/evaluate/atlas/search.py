@@ -198,9 +198,8 @@ def read_graph(path: Path, vectors: np.ndarray, remedy: str) -> Any:
         )
     graph.storage = _storage(vectors)
     graph.own_fields = False
-    graph.referenced_objects = [
-        graph.storage
-    ]  # so that Python keeps the storage as long as the graph
+    # so that Python keeps the storage as long as the graph
+    graph.referenced_objects = [graph.storage]
     return graph
 
 

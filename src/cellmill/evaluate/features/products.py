@@ -55,7 +55,7 @@ class CellProducts:
 
 
 class SharedCells:
-    """Some of the cells of a `CellProducts`. All such selections share the products of that source."""
+    """Some of the cells of a `CellProducts`, the source. All selections share the products of the source."""
 
     def __init__(self, source: CellProducts, rows: np.ndarray) -> None:
         self.source = source
@@ -63,6 +63,7 @@ class SharedCells:
         self.shape = (len(rows), source.profiles.shape[1])  # (cells, genes)
 
     def __getitem__(self, cells: np.ndarray | slice) -> Self:
+        """Select some of these cells."""
         return type(self)(self.source, self.rows[cells])
 
     @property

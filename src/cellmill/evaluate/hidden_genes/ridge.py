@@ -4,8 +4,9 @@ The regression is a probabilistic PCA. It models the profile of a cell as the me
 loadings times the factors of the cell, plus noise. The factors of a cell are computed by a ridge
 regression of its visible genes on the loadings of these genes. So any genes may be hidden.
 
-The largest eigenvalues of the training cells include noise. Their noise is about the mean of the other
-eigenvalues, which is subtracted from them. Source: Tipping & Bishop 1999, sections 3.2 and 3.3.
+The loadings come from the largest eigenvalues of the training cells, which are too large because of noise.
+The noise is about the mean of the other eigenvalues, so this mean is subtracted. Source: Tipping & Bishop
+1999, sections 3.2 and 3.3.
 
 Legend: C cells, V genes of the vocabulary, G hidden genes, K factors.
 """
@@ -104,6 +105,7 @@ class GeneRidge:
         products = profiles @ loadings.T
         products -= visible_loadings @ self.means[visible_genes]
 
+        # products of the loadings with each other, over the visible genes, (K, K)
         gram = visible_loadings @ visible_loadings.T
         predictions = []
         for noise in noises:

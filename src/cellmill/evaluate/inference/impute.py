@@ -87,7 +87,9 @@ class FileImputer:
         self._folder = folder
         self._section = section
         self._ridge = GeneRidge.read(folder, config)
-        self._coverage: FileCoverage | None = None
+        self._coverage: FileCoverage | None = None  # known after the last block
+
+        # the genes to predict: the named genes that the file lacks
         measured = self._columns.known_genes
         named = _rows_of_genes(names, self._vocabulary)
         self.genes = np.setdiff1d(named, measured)
@@ -133,6 +135,7 @@ class FileImputer:
         column_counts = ColumnCounts(reader.n_vars)
         rows = progress(reader.rows(ROW_BLOCK), f"impute {reader.path.stem}", reader.n_obs)
         tallied = column_counts.tally(rows, np.ones(reader.n_obs, bool))
+        # the levels of the cells, divided into the same blocks as the counts
         block_starts = range(ROW_BLOCK, reader.n_obs, ROW_BLOCK)
         levels = np.split(read_levels(reader, self._network), block_starts)
         has_genes_of_blocks = []

@@ -46,9 +46,8 @@ class LabelCounts:
     n_labelled: int  # cells with a label
     n_unknown: int  # cells with a label that the model does not know
     unknown: dict[str, int]  # number of cells by such a label, the largest label first
-    problem: (
-        str | None
-    )  # sentence on the problem with the labels, without a full stop; None if there is none
+    # sentence on the problem with the labels, without a full stop; None if there is no problem
+    problem: str | None
 
     def figures(self) -> dict[str, Any]:
         """Figures about unknown labels: the number of their cells, and the largest labels.

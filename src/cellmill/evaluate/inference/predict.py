@@ -99,7 +99,10 @@ class Predictions(Annotations):
 
     @property
     def labels(self) -> pd.Categorical:
-        """Predicted labels of the first head of labels, (cells,). Raises ConfigError without one."""
+        """Predicted labels of the first head of labels, (cells,).
+
+        Raises ConfigError for a model that predicts numbers only.
+        """
         if LABEL not in self.obs:
             numbers = [name for name in self.obs if name.startswith(VALUE)]
             raise ConfigError(
@@ -111,7 +114,7 @@ class Predictions(Annotations):
 def choose_thresholds(
     model: Model, config: dict[str, Any], section: Predict, name: str
 ) -> dict[str, float]:
-    """Return the smallest probability at which a head assigns a label, by the head's suffix.
+    """Choose the smallest probability at which a head assigns a label, by the head's suffix.
 
     `name` is what messages call the model.
 

@@ -29,9 +29,7 @@ class KnownTrainingCells(NamedTuple):
     """Cells that a model and its ancestors were trained on, as far as the cells can be found."""
 
     manifests: dict[str, Manifest]  # of shards, by fingerprint of the corpus
-    listed: dict[
-        str, CorpusDigests
-    ]  # digest lists in folders of models, by fingerprint of the corpus
+    listed: dict[str, CorpusDigests]  # digests in folders of models, by fingerprint of the corpus
     missing_reason: (
         str  # says why the cells of the model itself are not known; empty if they are known
     )

@@ -71,6 +71,8 @@ def predict_response(
         raise ConfigError(
             f"{folder}: it predicts no responses; export a run with objective perturbation_response"
         )
+
+    # the controls in the file, and the units to predict
     training = head.objective.config
     trained = head.objective.list_trained_levels(network)
     screen = read_screen(reader, vocabulary, training, request)
@@ -93,8 +95,8 @@ def predict_response(
     measured = MeasuredUnits.read(screen, units, is_compared)
 
     # predict the changes, and compare them with the measured changes
-    shares = _compute_stratum_weights(screen, units, measured)
-    changes = head.predict_changes(vectors, screen.profiles, shares, units.names, units.genes)
+    weights = _compute_stratum_weights(screen, units, measured)
+    changes = head.predict_changes(vectors, screen.profiles, weights, units.names, units.genes)
     scores, sentences = compare_responses(screen.profiles, units, changes, measured, trained)
     if measured.is_measured.any() and seen.caveat:
         sentences.append(f"the comparison may be on training cells: {seen.caveat}")
@@ -114,7 +116,7 @@ def predict_response(
         _make_obs(units, request.by, measured, scores),
         screen.profiles.describe_genes(vocabulary),
         uns={ABOUT_RESPONSE: about},
-        layers=_make_layers(screen, shares, changes, measured),
+        layers=_make_layers(screen, weights, changes, measured),
     )
     limits = _describe_limits(units, screen, seen)
     return response, [*notes, *limits, *describe_limits(embedding)]
@@ -152,13 +154,13 @@ def _make_obs(
 
 
 def _make_layers(
-    screen: PerturbationScreen, shares: np.ndarray, changes: np.ndarray, measured: MeasuredUnits
+    screen: PerturbationScreen, weights: np.ndarray, changes: np.ndarray, measured: MeasuredUnits
 ) -> dict[str, np.ndarray]:
     """Make the layers of the result, (U, G) float32 by name.
 
     They are the mean of the controls, the predicted expression, and the measured changes if there are any.
     """
-    controls = shares @ np.nan_to_num(screen.profiles.average_controls(START_HALF))
+    controls = weights @ np.nan_to_num(screen.profiles.average_controls(START_HALF))
     layers = {"control": controls, "expression": np.maximum(controls + changes, 0)}
     if measured.is_measured.any():
         layers["measured"] = measured.changes

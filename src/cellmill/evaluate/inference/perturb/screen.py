@@ -50,9 +50,7 @@ class PerturbationScreen:
     profiles: Profiles
     control: str  # name of the control
     is_control: np.ndarray  # (cells,) bool
-    by_values: (
-        np.ndarray
-    )  # (cells,) text: value in the column of option `by`; empty without the option
+    by_values: np.ndarray  # (cells,) text: value in the column of option `by`; empty without it
     strata: list[str]  # obs columns that divide cells into strata
     notes: list[str]  # sentences on cells that are left out, and on what the file lacks
     has_doses: bool  # True if the file has an obs column of doses
@@ -148,11 +146,11 @@ def _read_roles(
     control: str,
     request: PerturbRequest,
 ) -> tuple[dict[str, pd.Series], list[str]]:
-    """Read the obs columns by role, and return them with sentences about them.
+    """Read the obs columns by role, and return sentences about the columns too.
 
-    Roles are those of `Context.roles`, and role `by` for the column of option `by`. Perturbations have the
-    names that stage preprocess gives them. Raises DataError if a named column is missing, or if the column of
-    perturbations has no control.
+    `Context.roles` describes the roles. Role `by` is the column of option `by`. Perturbations have the names
+    that stage preprocess gives them. Raises DataError if a named column is missing, or if no cell is a
+    control.
     """
     obs = reader.read_obs([*STRATA, "dose", column])
     roles = {role: obs[role] for role in (*STRATA, "dose") if role in obs}
