@@ -1,11 +1,11 @@
 # The checked configuration, and as `jobs` what rules take from it. Nothing slow is imported: every job of a cluster parses
-# this file again. is_main, elsewhere, executes, is_locked, is_made, machines, config_source, words, one_line: undocumented.smk.
+# this file again. undocumented.smk has is_main, elsewhere, executes, is_locked, list_unrecorded, is_made, machines,
+# config_source, words and one_line.
 import atexit
 import os
 import re
 import shlex
 
-from cellmill.config import check_config
 from cellmill.config.evaluate import PRESETS
 from cellmill.config.job_files import JobFiles, sized
 from cellmill.config.published import HUB_MODEL
@@ -19,10 +19,18 @@ from cellmill.runs.identity import check_branches
 restarted = config.pop("restart", [])
 restarted = list(map(str, restarted if isinstance(restarted, list) else [restarted]))
 
+
+def writes():
+    """True if jobs run; those that wait in a queue run with the configuration as it is now."""
+    if is_main and executes() and elsewhere():
+        write_submitted(config, pipeline.corpora)
+    return executes()
+
+
 with one_line():
-    pipeline = check_config(config, config_source)
+    pipeline = check_submitted(config, config_source)
     check_branches(pipeline, config_source)
-    jobs = JobFiles(pipeline, writes=executes)
+    jobs = JobFiles(pipeline, writes=writes)
     if unknown := [name for name in restarted if name not in pipeline.runs]:
         raise ConfigError(f"restart: no run {unknown[0]!r}; there are: {', '.join(pipeline.runs)}")
     if is_main:
@@ -34,6 +42,8 @@ with one_line():
 
 # what a run prints of a job, besides why it runs; a dry run lists its inputs and resources
 JOB_LINE = None if {"-n", "--dry-run", "--dryrun"} & {*words} else "{rule} -> {output}; log {log}"
+
+SHOWN_FILES = 5  # in a line about files without a record
 
 # the cellmill of this Python, where no activated environment has one
 shell.prefix(f'set -euo pipefail; PATH="$PATH":{shlex.quote(os.path.dirname(sys.executable))}; ')
@@ -102,6 +112,19 @@ def tell_of_lock():
         print(
             "cellmill: another snakemake works in this folder (`cellmill status` shows its runs); if it was killed, run"
             " snakemake --unlock with the same --profile first",
+            file=sys.stderr,
+        )
+
+
+def tell_of_unrecorded():
+    """Print which files a changed option would not make again."""
+    if unrecorded := list_unrecorded():
+        files, rules = map(dict.fromkeys, zip(*unrecorded))
+        shown = ", ".join([*files][:SHOWN_FILES]) + (", …" if len(files) > SHOWN_FILES else "")
+        again = " ".join(files if len(files) <= SHOWN_FILES else rules)
+        print(
+            f"cellmill: nothing records which options made {shown}; other options do not make them again: if you changed"
+            f" options since, add --forcerun {again}",
             file=sys.stderr,
         )
 

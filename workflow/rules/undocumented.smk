@@ -4,11 +4,19 @@ import os
 import sys
 from pathlib import Path
 
+from snakemake.persistence import PersistenceBase
+
 from cellmill.config.load import read_yaml
 from cellmill.errors import one_line
+from cellmill.files import read_own_json
 from cellmill.preflight.profile import Profile, read_command
 
 is_main = workflow.is_main_process  # False in a job of a cluster, which parses the workflow again
+# a variable for each cellmill among the modules of a workflow, which every process parses in the same order
+workflow.cellmills = getattr(workflow, "cellmills", 0) + 1
+submitted_variable = f"CELLMILL_SUBMITTED_{workflow.cellmills}"
+submitted_file = Path(os.environ.get(submitted_variable, ""))
+submitted = read_own_json(submitted_file) if not is_main and submitted_file.is_file() else {}
 checkout = Path(str(workflow.current_basedir)).parents[1]
 checkout = checkout if checkout.is_dir() else Path()  # of a workflow at a URL: the working folder, for the image
 own = [] if workflow.config_settings.replace_workflow_config else ["config/config.yaml"]
@@ -17,10 +25,11 @@ given = ["--config"] if workflow.config_settings.config else []
 words = sys.argv[1:] if is_main else []  # of the command, targets among them
 config_source = " + ".join([*config_files, *given])  # in messages
 
+
 with one_line():
     # Snakemake's parser takes the last of two keys, names no line, waits for a FIFO without end, and ends in a traceback
     # where a file is nested too deeply
-    for path in config_files:
+    for path in [] if submitted else config_files:
         read_yaml(Path(path))
     # `--set-resources train:nodes=2` replaces the whole set-resources of the profile: its keys for train and plan become
     # the defaults of these rules, those for others are set again, and only the command says which profile it is
@@ -28,6 +37,23 @@ with one_line():
     for rule, resources in machines.discarded.items():
         resources.update(workflow.resource_settings.overwrite_resources.get(rule, {}))
         workflow.resource_settings.overwrite_resources[rule] = resources
+
+
+if not is_main:
+    finished = PersistenceBase.finished
+
+    async def finished_and_recorded(self, job):
+        """Record how a job's outputs were made, as jobs of `--immediate-submit` do. Its snakemake, which records it too, may
+        have been killed meanwhile, and a later change of options would rerun nothing."""
+        settings = self.dag.workflow.remote_execution_settings
+        given = settings.immediate_submit
+        settings.immediate_submit = True
+        try:
+            await finished(self, job)
+        finally:
+            settings.immediate_submit = given
+
+    PersistenceBase.finished = finished_and_recorded
 
 
 def elsewhere():
@@ -40,9 +66,22 @@ def executes():
     return workflow.executor_plugin is not None and not workflow.dryrun
 
 
+def name_submitted(path):
+    """Name the file of the submitted configuration to jobs: sbatch passes them the environment."""
+    os.environ[submitted_variable] = str(path)
+
+
 def is_locked():
     """True if a snakemake works in this folder, or was killed there; before this one takes the lock."""
     return any(Path(".snakemake/locks").glob("*.lock"))
+
+
+def list_unrecorded():
+    """An output and the rule of each job with parameters that is up to date if these have not changed, which nobody knows:
+    Snakemake has no record of it. Empty until the jobs are known."""
+    dag = workflow.dag
+    jobs = [] if dag is None else [job for job in dag.jobs if dag.reason(job).no_metadata and not dag.needrun(job)]
+    return sorted((job.output[0], job.rule.name) for job in jobs if job.params)
 
 
 def is_made(path):

@@ -111,8 +111,7 @@ class JobFiles:
     def options(self, stage: str) -> Callable[[Wildcards], str]:
         """File of the options that `stage` reads, or of the values of a sweep.
 
-        It is named after its content: other options rerun the stage, and a queued job reads what it
-        was submitted with.
+        It is named after its content: other options rerun the stage.
         """
 
         @one_line()
@@ -124,18 +123,16 @@ class JobFiles:
             owner = wildcards.get("run") or wildcards.get("corpus") or wildcards.get("sweep")
             prefix = f"{owner}." if owner else ""
             path = Path("results/options", stage, f"{prefix}{digest(tree)[:12]}.json")
-            if path.exists():
-                return str(path)
             if not self.writes():
                 self._report_changes(stage, owner, path, tree)
-                return str(path)
-            try:
-                write_json(path, tree)
-            except OSError as error:  # the first file that a workflow writes
-                problem = f"{error.filename or path}: {error.strerror}"
-                raise ConfigError(
-                    f"{problem}; the workflow writes to its working directory"
-                ) from None
+            elif not path.exists():
+                try:
+                    write_json(path, tree)
+                except OSError as error:  # the first file that a workflow writes
+                    problem = f"{error.filename or path}: {error.strerror}"
+                    raise ConfigError(
+                        f"{problem}; the workflow writes to its working directory"
+                    ) from None
             return str(path)
 
         return file
@@ -152,7 +149,7 @@ class JobFiles:
             for file in path.parent.glob("*.json"):
                 self._written[stage][file.stem.rpartition(".")[0]].append(file)
         written = self._written[stage].get(owner or "")
-        if not written or path in self._reported:
+        if not written or path in written or path in self._reported:
             return
         self._reported.add(path)
         before = values_by_path(json.loads(max(written, key=os.path.getmtime).read_text()))
