@@ -679,6 +679,22 @@ def test_a_command_changes_single_keys_of_a_machine(project: Project) -> None:
     )
 
 
+def test_a_profile_is_found_from_where_a_command_is_typed(project: Project) -> None:
+    here = Project(project.folder.with_name("elsewhere"))
+    (here.folder / "profiles" / "machine").mkdir(parents=True)
+    (here.folder / "profiles" / "machine" / "config.yaml").write_text(MACHINES)
+    words = ["--directory", str(project.folder), "--dry-run", "--printshellcmds"]
+    rest = "slurm-partition=gpu-a gpus-per-node=a100:2 mem-mb=9000 plan --nodes"
+    for given in (["--profile", "profiles/machine"], ["--workflow-profile", "machine"]):
+        assert flags_by_run(here.ran(*given, *words, profile=None)) == {
+            "tiny": f"launcher=slurm nodes=2 nproc-per-node=2 {rest} 2 --nproc-per-node 2 --mem-mb 9000 --device a100"
+        }
+        typed = here.ran(*given, *words, "--set-resources", "train:nodes=1", profile=None)
+        assert flags_by_run(typed) == {
+            "tiny": f"launcher=slurm nproc-per-node=2 {rest} 1 --nproc-per-node 2 --mem-mb 9000 --device a100"
+        }
+
+
 @pytest.mark.full
 def test_a_failed_stage_prints_a_command_to_run_again(project: Project) -> None:
     vocabulary = "results/corpora/sim/vocabulary.tsv"

@@ -1,7 +1,9 @@
 # What the workflow takes from Snakemake beyond its documentation, all of it; tests/workflow/test_undocumented.py holds
 # that each still means this.
+import inspect
 import os
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 from snakemake.persistence import PersistenceBase
@@ -26,6 +28,16 @@ words = sys.argv[1:] if is_main else []  # of the command, targets among them
 config_source = " + ".join([*config_files, *given])  # in messages
 
 
+def typed_in():
+    """The folder in which the command was typed. Snakemake has gone to that of `--directory`, and keeps the first in an object
+    that only its functions know."""
+    for entry in inspect.stack(0):
+        handler = getattr(entry.frame.f_locals.get("self"), "_workdir_handler", None)
+        if handler is not None and handler.olddir is not None:
+            return handler.olddir
+    return Path.cwd()
+
+
 with one_line():
     # Snakemake's parser takes the last of two keys, names no line, waits for a FIFO without end, and ends in a traceback
     # where a file is nested too deeply
@@ -33,7 +45,8 @@ with one_line():
         read_yaml(Path(path))
     # `--set-resources train:nodes=2` replaces the whole set-resources of the profile: its keys for train and plan become
     # the defaults of these rules, those for others are set again, and only the command says which profile it is
-    machines = read_command(words) if is_main else Profile()
+    with chdir(typed_in()):  # profiles are found from there
+        machines = read_command(words) if is_main else Profile()
     for rule, resources in machines.discarded.items():
         resources.update(workflow.resource_settings.overwrite_resources.get(rule, {}))
         workflow.resource_settings.overwrite_resources[rule] = resources

@@ -13,6 +13,7 @@ of the profile's `set-resources`. Its values for the rules train and plan become
 """
 
 import re
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from configargparse import ConfigFileParserException
+from snakemake.api import resolve_snakefile
 from snakemake.cli import (
     get_argument_parser,
     get_profile_dir,
@@ -151,9 +153,12 @@ def find_as_snakemake(name: str) -> Path | None:
     return None if profile is None else profile[1]
 
 
-def find_workflow_profile(name: str) -> Path | None:
-    """Find the file that `snakemake --workflow-profile NAME` reads: at that path, or in ./profiles."""
-    for path in (Path(name), Path("profiles") / name):
+def find_workflow_profile(name: str, beside: Path = Path()) -> Path | None:
+    """Find the file that `snakemake --workflow-profile NAME` reads.
+
+    It is at that path, or in folder profiles here or `beside` the Snakefile.
+    """
+    for path in (Path(name), Path("profiles", name), beside / "profiles" / name):
         if path.exists():
             return find_as_snakemake(str(path))
     return None
@@ -286,18 +291,17 @@ def _evaluate_assignment(assignment: str, threads: int, where: str) -> Values:
 
 
 def read_command(arguments: Sequence[str]) -> Profile:
-    """Read the machines of a command line (without `snakemake`).
+    """Read the machines of a command line (without `snakemake`), in the folder in which it was typed.
 
     Of several profiles, the last one that sets resources counts, as in Snakemake. Keys that the
     command sets for train hold for every machine. Raise ConfigError naming the file and the fault.
     """
     options, _ = get_argument_parser().parse_known_args(list(arguments))
-    profile = _read_last(options.profile or [], options.workflow_profile or "default")
-    command_rules: Rules = {}
-    for entry, resources in (options.set_resources or {}).items():
-        if _is_for_training(entry):
-            command_rules[entry] = evaluate(resources)
-    command_rules = _drop_inherited(command_rules)
+    profile = _read_last(options)
+    given = options.set_resources or {}
+    command_rules = _drop_inherited(
+        {entry: evaluate(given[entry]) for entry in filter(_is_for_training, given)}
+    )
     train = {key: value for key, value in profile.train.items() if key in DEFAULTS}
     profile_rules = profile.rules | {"train": train}
     rules = {}
@@ -308,10 +312,8 @@ def read_command(arguments: Sequence[str]) -> Profile:
             inherited = command_rules.get(rule, {})
             resources = {key: value for key, value in resources.items() if key not in inherited}
         rules[entry] = resources
-    discarded = []
-    if options.set_resources:
-        entries = list_entries(profile.options, "set-resources", profile.path)
-        discarded = [entry for entry in entries if not _is_for_training(entry.partition(":")[0])]
+    entries = list_entries(profile.options, "set-resources", profile.path) if given else []
+    discarded = [entry for entry in entries if not _is_for_training(entry.partition(":")[0])]
     return replace(
         profile,
         rules=rules,
@@ -320,14 +322,18 @@ def read_command(arguments: Sequence[str]) -> Profile:
     )
 
 
-def _read_last(names: Sequence[str], workflow_profile: str) -> Profile:
-    """Read the last of the profiles that sets resources; an empty profile if none does."""
-    paths = [find_as_snakemake(name) for name in names if name != "none"]
-    if workflow_profile != "none":
-        paths.append(find_workflow_profile(workflow_profile))
+def _read_last(options: Namespace) -> Profile:
+    """Read the last of a command's profiles that sets resources; an empty profile if none does."""
+    paths = [find_as_snakemake(name) for name in options.profile or [] if name != "none"]
+    if None in paths:  # Snakemake has read it
+        raise ConfigError(
+            f"--profile {' '.join(options.profile)}: not found from {Path.cwd()}; give its whole path"
+        )
+    if options.workflow_profile != "none":
+        snakefile = Path(str(resolve_snakefile(options.snakefile, allow_missing=True)))
+        paths.append(find_workflow_profile(options.workflow_profile or "default", snakefile.parent))
     last = Profile()
-    for path in paths:
-        if path is not None:
-            profile = read_profile(str(path))
-            last = profile if profile.rules else last
+    for path in filter(None, paths):
+        profile = read_profile(str(path))
+        last = profile if profile.rules else last
     return last
