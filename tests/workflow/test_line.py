@@ -679,6 +679,24 @@ def test_a_command_changes_single_keys_of_a_machine(project: Project) -> None:
     )
 
 
+def test_a_profile_counts_the_size_of_a_copied_url(project: Project) -> None:
+    table = project.folder / "config" / "datasets.tsv"
+    table.write_text("dataset\tpath\nsim\thttps://example.org/cells.h5ad\n")
+    record = project.folder / "results/corpora/sim/inputs/sim.fetched.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"bytes": 1000 * 2**20}))
+    profile = project.folder / "profiles" / "site" / "config.yaml"
+    profile.parent.mkdir(parents=True)
+    request = "min(int(8000 + input.size_mb / 5) * attempt, {})"
+    for limit, expected in ((190_000, 8200), (8100, 8100)):
+        text = f"cores: 2\nset-resources: {{preprocess: {{mem_mb: '{request.format(limit)}'}}}}\n"
+        profile.write_text(text)
+        shown = project.ran(
+            "--dry-run", "results/corpora/sim/cells/sim.json", profile=str(profile.parent)
+        )
+        assert f" mem_mb={expected}," in shown
+
+
 def test_a_profile_is_found_from_where_a_command_is_typed(project: Project) -> None:
     here = Project(project.folder.with_name("elsewhere"))
     (here.folder / "profiles" / "machine").mkdir(parents=True)

@@ -6,6 +6,7 @@ import sys
 from contextlib import chdir
 from pathlib import Path
 
+from snakemake.cli import parse_set_resources
 from snakemake.persistence import PersistenceBase
 
 from cellmill.config.load import read_yaml
@@ -26,6 +27,9 @@ config_files = [*dict.fromkeys(map(os.path.relpath, [*workflow.configfiles, *fil
 given = ["--config"] if workflow.config_settings.config else []
 words = sys.argv[1:] if is_main else []  # of the command, targets among them
 config_source = " + ".join([*config_files, *given])  # in messages
+
+
+SIZE_MB = "__import__('cellmill.config.job_files', fromlist=['size_mb']).size_mb(input)"
 
 
 def typed_in():
@@ -50,6 +54,12 @@ with one_line():
     for rule, resources in machines.discarded.items():
         resources.update(workflow.resource_settings.overwrite_resources.get(rule, {}))
         workflow.resource_settings.overwrite_resources[rule] = resources
+    # a profile's `input.size_mb` is nothing for folders and URLs, and is replaced by the size that the rules take
+    for rule, resources in (workflow.resource_settings.overwrite_resources if is_main else {}).items():
+        for name, resource in [*resources.items()]:
+            if "input.size_mb" in str(resource.raw):
+                expression = resource.raw.replace("input.size_mb", SIZE_MB)
+                resources.update(parse_set_resources([f"{rule}:{name}={expression}"])[rule])
 
 
 if not is_main:

@@ -26,14 +26,18 @@ def sized(base: int, mb_per_unit: float | None = None) -> Callable[..., int]:
     """Resource of a job: `base`, and 1 more for each `mb_per_unit` MB of input, times the attempt."""
 
     def resource(wildcards: Wildcards, input: Iterable[str], attempt: int) -> int:
-        # not input.size_mb, which warns, is unknown in a dry run, and is nothing for folders and
-        # URLs
-        more = 0.0
-        if mb_per_unit:
-            more = sum(map(_bytes_of, input)) / 2**20 / mb_per_unit
+        more = size_mb(input) / mb_per_unit if mb_per_unit else 0
         return int(base + more) * attempt
 
     return resource
+
+
+def size_mb(input: Iterable[str]) -> float:
+    """MB of input files.
+
+    Snakemake's `input.size_mb` warns, is unknown in a dry run, and is nothing for folders and URLs.
+    """
+    return sum(map(_bytes_of, input)) / 2**20
 
 
 def _bytes_of(path: str) -> int:
