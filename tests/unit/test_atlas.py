@@ -450,6 +450,28 @@ def test_donors_are_those_of_the_first_column_there_is(mapped_model: Path) -> No
         assert cells.donors.tolist() == expected
 
 
+def test_the_same_weights_with_other_options_are_refused(
+    tmp_path: Path, mapped_model: Path, simulated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(mapped_model, model)
+    config = json.loads((model / "config.json").read_text())
+    config["tokens"]["max_tokens"] -= 1
+    (model / "config.json").write_text(json.dumps(config))
+    half = str(mapped_model.parent / "embedded" / "half.h5ad")
+    of_cells = ["--input", str(simulated), "--out", str(tmp_path / "out.h5ad")]
+    of_atlas = ["--embeddings", half, "--labels", "-", "--atlas", str(tmp_path / "atlas")]
+    told = "the model's weights with other sections model or tokens of config.json; "
+    for words, message in (
+        (["map", *of_cells], f"an atlas of {told}make the atlas again"),
+        (["atlas", *of_atlas], f"half.h5ad: made by {told}run embed again"),
+    ):
+        assert main([words[0], "--model", str(model), *words[1:]]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(DataError, match="an atlas of the model's weights with other sections"):
+        cellmill.load(model).map(ad.read_h5ad(simulated)[:5])
+
+
 def test_wrong_inputs_of_an_atlas_are_one_line(
     tmp_path: Path, mapped_model: Path, corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ class EvaluatedDatasets:
     files: Mapping[str, DatasetFiles]  # by name of the dataset
     digest: str  # SHA-256 of the model's weights
     width: int  # width of the model's vectors
+    embedder: str | None = None  # `digest_embedder` of the model
 
     @contextmanager
     def open(self, name: str) -> Iterator[OpenDataset]:
@@ -55,7 +56,8 @@ class EvaluatedDatasets:
         """
         files = self.files[name]
         with open_dataset(files.cells) as reader:
-            vectors = read_embedding(files.embedding, reader.obs_names, self.digest, self.width)
+            names = reader.obs_names
+            vectors = read_embedding(files.embedding, names, self.digest, self.width, self.embedder)
             roles = {}
             for number, column in enumerate(files.labels, start=1):
                 role = "label" if number == 1 else f"label {number}"

@@ -20,7 +20,7 @@ from cellmill.evaluate.atlas.build import make_atlas, read_embedded, write_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
-from cellmill.evaluate.inference.files import KEY, check_input, write_prediction
+from cellmill.evaluate.inference.files import KEY, check_input, digest_embedder, write_prediction
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.files import atomic_path, name_datasets, refuse_overwriting, sha256_file
 
@@ -43,13 +43,15 @@ def atlas(
         )
     names = name_datasets(embeddings, "--embeddings")
     started = time.process_time()
-    network, *_ = load_for_inference(model)
+    network, _, _, config = load_for_inference(model)
+    embedder = digest_embedder(config)
     digest = sha256_file(model / "model.safetensors")
     section = options.atlas
     datasets = []
     for path, label in zip(embeddings, labels):
         width = network.vector_width
-        datasets.append(read_embedded(path, label, section.donor_columns, digest, width))
+        donors = section.donor_columns
+        datasets.append(read_embedded(path, label, donors, digest, width, embedder))
     folder = model / ATLAS if atlas is None else atlas
     if not any(len(cells.vectors) for cells in datasets):
         raise DataError(f"{embeddings[0]}: no cell has a vector; an atlas requires at least one")
@@ -63,7 +65,7 @@ def atlas(
             if known.isdisjoint(section.donor_columns):
                 raise DataError(message)
             print(f"warning: {message}")
-    made = make_atlas(datasets, digest, section)
+    made = make_atlas(datasets, digest, section, embedder)
     write_atlas(folder, made)
     record = made.record
     print(
@@ -103,7 +105,9 @@ def map_cells(
     folder = find_atlas(model, atlas)
     loaded = load_for_inference(model)
     width = loaded.network.vector_width
-    cell_atlas = CellAtlas.read(folder, loaded.config["weights_sha256"], width)
+    config = loaded.config
+    embedder = digest_embedder(config)
+    cell_atlas = CellAtlas.read(folder, config["weights_sha256"], width, embedder)
     with open_dataset(path, counts, counts_rule, gene_column) as reader:
         embedding = embed_cells(reader, loaded, options.embed)
         seen = mark_seen_cells(reader, model)

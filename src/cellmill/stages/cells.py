@@ -44,7 +44,9 @@ from cellmill.errors import ConfigError, DataError
 from cellmill.evaluate.inference.calibration import NO_VALIDATION
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
 from cellmill.evaluate.inference.files import (
+    EMBEDDER,
     check_input,
+    digest_embedder,
     read_external,
     read_vectors,
     write_embedding,
@@ -103,6 +105,7 @@ def embed(
         peak_gb = memory_bytes(next(network.parameters()).device)[0] / 1e9
         about = {
             "model_digest": facts["model"]["weights"],
+            EMBEDDER: digest_embedder(config),
             "vocabulary_digest": vocabulary.digest,
             # obs columns whose labels the model was trained with
             "supervised_by": ", ".join(config.get("supervised_by", [])),

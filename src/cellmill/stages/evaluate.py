@@ -49,7 +49,12 @@ from cellmill.evaluate.inference.embed import (
     load_for_inference,
     measure_gene_coverage,
 )
-from cellmill.evaluate.inference.files import read_costs, read_embedding, write_scores
+from cellmill.evaluate.inference.files import (
+    digest_embedder,
+    read_costs,
+    read_embedding,
+    write_scores,
+)
 from cellmill.evaluate.inference.knock_out import knock_out_genes
 from cellmill.evaluate.inference.umap import project, write_umap
 from cellmill.evaluate.prediction_cache import PredictionCache
@@ -312,7 +317,8 @@ class _Evaluation:
             self.about["unknown_cells"] = unknown
         manifests = [training_manifest, *map(Manifest.read, ancestors)]
         self.held_out_check = HeldOutCheck(manifests, files, training.listed)
-        self.datasets = EvaluatedDatasets(files, digest, network.vector_width)
+        embedder = digest_embedder(self.model.config)
+        self.datasets = EvaluatedDatasets(files, digest, network.vector_width, embedder)
 
     @contextmanager
     def open(self, name: str) -> Iterator[_HeldOutDataset]:

@@ -64,7 +64,12 @@ class EmbeddedCells(NamedTuple):
 
 
 def read_embedded(
-    path: Path, label: str, donor_columns: Sequence[str], model_digest: str, width: int
+    path: Path,
+    label: str,
+    donor_columns: Sequence[str],
+    model_digest: str,
+    width: int,
+    embedder: str | None = None,
 ) -> EmbeddedCells:
     """Read the embedded cells of a file that stage `embed` has written.
 
@@ -84,7 +89,7 @@ def read_embedded(
         raise DataError(
             f"{path}: no obs column {label!r}; {did_you_mean(label, known)}; - for no label"
         )
-    vectors = read_embedding(path, names, model_digest, width)
+    vectors = read_embedding(path, names, model_digest, width, embedder)
     rows = np.flatnonzero(np.isfinite(vectors[:, 0]))
     labels = np.full(len(names), None, object)
     if label in columns:
@@ -97,7 +102,12 @@ def read_embedded(
     return EmbeddedCells(path.stem, label, vectors[rows], rows, labels[rows], donors[rows], known)
 
 
-def make_atlas(datasets: Sequence[EmbeddedCells], model_digest: str, section: Atlas) -> CellAtlas:
+def make_atlas(
+    datasets: Sequence[EmbeddedCells],
+    model_digest: str,
+    section: Atlas,
+    embedder: str | None = None,
+) -> CellAtlas:
     """Make an atlas in memory, without a graph. At least one cell must have a vector."""
     # scale the vectors by a power of two, so that float16 can store them
     vectors = np.concatenate([cells.vectors for cells in datasets])
@@ -121,6 +131,7 @@ def make_atlas(datasets: Sequence[EmbeddedCells], model_digest: str, section: At
     record = AtlasRecord(
         format=1,
         model_digest=model_digest,
+        embedder_digest=embedder,
         width=width,
         scale=scale,
         neighbors=section.neighbors,

@@ -23,6 +23,7 @@ from cellmill.data.shards.index import open_array
 from cellmill.errors import DataError
 from cellmill.evaluate.atlas.search import Points, has_faiss, read_graph
 from cellmill.evaluate.atlas.votes import NO_LABEL, Electorate
+from cellmill.evaluate.inference.files import OTHER_SECTIONS
 from cellmill.files import read_json, sha256_file
 
 VECTORS = "vectors.npy"
@@ -51,6 +52,8 @@ class AtlasRecord(Section):
     """Version of the files."""
     model_digest: str
     """SHA-256 of the model's weights."""
+    embedder_digest: str | None = None
+    """`digest_embedder` of the model; null in atlases of earlier versions."""
     width: int = Field(ge=1)
     """Width of a vector."""
     scale: float = Field(gt=0)
@@ -94,7 +97,7 @@ class CellAtlas:
     notes: tuple[str, ...] = ()  # printed lines about the use of the atlas
 
     @classmethod
-    def read(cls, folder: Path, model_digest: str, width: int) -> Self:
+    def read(cls, folder: Path, model_digest: str, width: int, embedder: str | None = None) -> Self:
         """Read the atlas of a model, which has the digest `model_digest` and vectors of this `width`.
 
         Raises UserError if the atlas is missing or damaged, or if it was made with another model.
@@ -107,6 +110,8 @@ class CellAtlas:
             raise DataError(
                 f"{path}: expected an atlas of model {model_digest[:12]}, got of {record.model_digest[:12]}; {REMEDY}"
             )
+        if None not in (embedder, record.embedder_digest) and embedder != record.embedder_digest:
+            raise DataError(f"{path}: an atlas of {OTHER_SECTIONS}; {REMEDY}")
         if record.width != width:
             raise DataError(
                 f"{path}: expected vectors of {width:,} numbers as of the model, got {record.width:,}; {REMEDY}"

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from anndata.io import read_elem, write_elem
 
+from cellmill.config.load import Tree
 from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.fetch import local_input
 from cellmill.data.inputs.frames import open_obs, read_frame
@@ -36,7 +37,7 @@ from cellmill.evaluate.inference.annotations import (
     Annotations,
     list_prediction_names,
 )
-from cellmill.files import atomic_path, refuse_overwriting
+from cellmill.files import atomic_path, digest, refuse_overwriting
 from cellmill.runs.results import DatasetResult, Row
 
 KEY = "X_cellmill"  # key of obsm with the vectors of stage embed
@@ -48,6 +49,8 @@ EXTERNAL = "obsm['X_emb']"  # vectors of a model of another package
 # paths of these places in the file
 PATHS = {OWN: f"obsm/{KEY}", EXTERNAL: "obsm/X_emb", "X": "X"}
 
+EMBEDDER = "embedder_digest"  # of `digest_embedder`, in uns[ABOUT]
+OTHER_SECTIONS = "the model's weights with other sections model or tokens of config.json"
 EMBED_AGAIN = "run embed again"  # remedy in messages
 # columns of scores.csv
 FIELDS = ("dataset", "task", "name", "kind", "column", "statistic", "repetition", "value")
@@ -169,11 +172,20 @@ def _add(
             write_elem(file[group], name, value)
 
 
-def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | None) -> np.ndarray:
+def digest_embedder(config: Tree) -> str:
+    """Return a digest of all that the vectors of a cell depend on, from a model's config.json."""
+    keys = ("weights_sha256", "vocabulary_digest", "model", "tokens")
+    return digest([config[key] for key in keys])
+
+
+def read_embedding(
+    path: Path, names: pd.Index, model_digest: str, width: int | None, embedder: str | None = None
+) -> np.ndarray:
     """Read the vectors of a file that `write_embedding` has written, `(cells, width)` float32.
 
     A row is finite, or all NaN. If `width` is None, vectors may have any width. Raises DataError if the
-    file comes from another model, or if its obs names are not `names` in their order.
+    file comes from another model, by the digest of its weights and `digest_embedder`, or if its obs
+    names are not `names` in their order.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; run embed first")
@@ -182,11 +194,14 @@ def read_embedding(path: Path, names: pd.Index, model_digest: str, width: int | 
     remedy = f"; give the cells that were embedded, or {EMBED_AGAIN}"
     _refuse_other_cells(str(path), stored.names, names, "the dataset", remedy)
     vectors = stored.vectors
-    digest = str(stored.about.get("model_digest"))
-    if digest != model_digest:
+    found = str(stored.about.get("model_digest"))
+    if found != model_digest:
         raise DataError(
-            f"{path}: made by model {digest[:12]}, expected {model_digest[:12]}; {EMBED_AGAIN}"
+            f"{path}: made by model {found[:12]}, expected {model_digest[:12]}; {EMBED_AGAIN}"
         )
+    # absent in files of earlier versions
+    if embedder not in (None, stored.about.get(EMBEDDER, embedder)):
+        raise DataError(f"{path}: made by {OTHER_SECTIONS}; {EMBED_AGAIN}")
     if width not in (None, vectors.shape[1]):
         raise DataError(
             f"{path}: {OWN}: expected {width:,} columns, got {vectors.shape[1]:,}; {EMBED_AGAIN}"

@@ -19,6 +19,7 @@ from cellmill.errors import ConfigError, did_you_mean
 from cellmill.evaluate.atlas.mapping import AtlasMapping, map_vectors
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
+from cellmill.evaluate.inference.files import digest_embedder
 from cellmill.evaluate.inference.label_counts import MAX_NAMES
 from cellmill.evaluate.inference.predict import Predictions, choose_thresholds, predict_heads
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells, tabulate_seen_cells
@@ -187,7 +188,8 @@ class LoadedModel:
         embed = _embed_options("map", options, [*given, "atlas"])
         folder = find_atlas(self.folder, None if atlas is None else Path(atlas))
         width = self._model.vector_width
-        cell_atlas = CellAtlas.read(folder, self.config["weights_sha256"], width)
+        embedder = digest_embedder(self.config)
+        cell_atlas = CellAtlas.read(folder, self.config["weights_sha256"], width, embedder)
         with self._open_reader(adata, counts, dataset) as reader:
             embedding = embed_cells(reader, self._inference, embed)
             seen = mark_seen_cells(reader, self.folder)
