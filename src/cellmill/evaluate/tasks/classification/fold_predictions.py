@@ -59,8 +59,8 @@ def predict_folds(
     fitted on the fitted cells of the fold.
 
     With `with_fitted_features`, each fold also adds the features of `fit_components`, WITH_COMPONENTS and
-    MAJORITY. Task `few_shot` does without MAJORITY, because it fits equally many cells of each class, so no
-    class is the largest.
+    MAJORITY. Only task `few_shot` does without these. It fits equally many cells of each class, so no class
+    is the largest.
     """
     labels = predictions.labels
     folds = [*folds]
@@ -69,7 +69,8 @@ def predict_folds(
         features = {**features, ALL_GENES: shared}
         precompute_folds(shared, labels, folds, context.prediction_cache.predictions)
 
-    # Compute the components of all folds first. The ranks of genes take as much memory as they need.
+    # The components of all folds are computed before the ranks of genes. Both computations need much memory,
+    # but not at the same time.
     components = [
         fit_components(shared, fold.fitted, COMPONENTS, context.prediction_cache)
         if with_fitted_features
@@ -109,8 +110,8 @@ def fit_components(
     """Compute principal components of all cells, `(cells, components)` by method.
 
     The components are fitted on the cells `fitted` (indices), once to all genes and once to the variable
-    genes. If there are at most VARIABLE_GENES genes, the variable genes are all genes, so only the first
-    is computed. The result is empty if there are fewer than two fitted cells or genes.
+    genes. If there are at most VARIABLE_GENES genes, all genes are variable, and the components are
+    computed once. The result is empty if there are fewer than two fitted cells or fewer than two genes.
     """
     n_genes = shared.shape[1]
     if min(len(fitted), n_genes) < 2:

@@ -47,6 +47,7 @@ class LeaveOut(Task):
             # divide the cells into folds of donors or batches, here called groups
             groups = context.roles[role].iloc[chosen.cells]
             n_groups_by_class = pd.Series(groups.to_numpy()).groupby(labels).nunique()
+            # classes that at most one donor or batch has
             in_one_group = sorted(n_groups_by_class.index[n_groups_by_class < 2])
             folds = split_groups(groups, self.config.most_folds, labels)
             figures |= {

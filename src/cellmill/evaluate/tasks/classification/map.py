@@ -1,8 +1,8 @@
 """Task `map`: cells of left-out donors, mapped to an atlas of the cells of the other donors.
 
-Each fold leaves out one donor or several. Their cells are the tested cells. The cells of the other donors
-are the fitted cells: an atlas is made of them, and logistic regressions are fitted on them. If there are
-no donors, batches take their place.
+Each fold leaves out one donor or several. The cells of these donors are the tested cells. The cells of the
+other donors are the fitted cells: an atlas is made of them, and logistic regressions are fitted on them. If
+donors make no folds, batches take the place of donors.
 
 Each method gives a tested cell a label and a novelty. The novelty of the atlas is the distance of the cell
 to its neighbours in the atlas. The novelty of a regression is 1 minus its highest probability. A method
@@ -241,9 +241,9 @@ class MapCells(Task):
         n_folds = sizes.count_folds(("donor",), most_folds) or sizes.count_folds(
             ("batch",), most_folds
         )
-        # three features are made here, and one more by each model of another package
+        # `cell_features` returns three features without ALL_GENES, and one more for each external model
         n_maps = n_folds * (1 + n_types) * (3 + sizes.n_external)
-        # the seconds for each cell are those of the atlas, the vote and the regressions
+        # 1e-4 seconds for each cell to make an atlas of it or to map it, and to fit and use the regressions
         return sizes.features_s(n) + n_maps * 1e-4 * n
 
     def _map_new_type(

@@ -169,16 +169,15 @@ def compute_transfer_features(
     genes = transfer_cells.genes
     groups = [*transfer_cells.fitted, transfer_cells.tested]
     n_genes = model.vocabulary.n_genes
-    rows = model.vocabulary.rows_of(
-        genes
-    )  # (genes,) int32, -1 for a gene that the vocabulary lacks
+    # (genes,) int32: row of each gene in the vocabulary, -1 if the vocabulary lacks the gene
+    rows = model.vocabulary.rows_of(genes)
     hidden = np.setdiff1d(np.arange(n_genes), rows)
     measured = np.concatenate([group.context.measured_genes for group in groups])
     hides_measured_genes = np.isin(hidden, measured).any()
 
     def compute_unfitted_features(group: CellGroup) -> Features:
         """Compute the features that are not fitted on cells of this task."""
-        counts = group.select_genes(genes)
+        # vectors of the model; with hidden genes, they differ from the embedding that stage embed made
         context = group.context
         visible = PartlyHiddenCells.from_context(context, group.cells, group.counts, hidden)
         embedding = context.vectors[group.cells]
@@ -186,6 +185,9 @@ def compute_transfer_features(
         if hides_measured_genes:
             features = {EMBEDDING: visible.embed(model.network), FULL_PANEL: embedding}
         features[UNTRAINED] = visible.embed(model.untrained)
+
+        # profiles of the shared genes, and their components
+        counts = group.select_genes(genes)
         in_vocabulary = log_normalise(select_columns(counts, rows, n_genes))
         features[TRAINING_COMPONENTS] = model.components.transform(in_vocabulary)
         features[SHARED_GENES] = log_normalise(counts)
@@ -249,6 +251,7 @@ def _tabulate_predictions(
     rows = table_rows(columns)
     for row in rows:
         row.numbers.update({column.heading: column.mean(row.method) for column in steps})
+    # a column of few cells is shown without verdicts
     judged = [
         column for column in columns if np.isfinite(column.scores[MAJORITY]).sum() >= MIN_JUDGED
     ]

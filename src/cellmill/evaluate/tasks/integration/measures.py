@@ -1,14 +1,15 @@
 """Measures of how well batches mix, and how well labels stay separate, in the vectors of cells.
 
 These are the raw measures. `Integration.measure` rescales each of them so that 1 is best. LISI runs from 1
-to the number of classes. Of `batch_variance`, lower is better.
+to the number of classes. A lower `batch_variance` is better.
 
 Every measure except graph connectivity returns one number for each cell, `(cells,)` float64. The mean of
 these numbers is the measure. So the difference of two embeddings is a mean of differences over cells, and
 has an interval (`evaluate/intervals.py`). Some measures are means over labels of the means over their
-cells. The numbers of these measures are terms of a linear approximation (infinitesimal jackknife, Efron
-1981), which `compute_label_mean_terms` computes. The intervals take the neighbours of each cell as given.
-All neighbours are exact.
+cells. For these, the numbers of the cells are terms of a linear approximation (infinitesimal jackknife,
+Efron 1981), which `compute_label_mean_terms` computes.
+
+The neighbours of a cell are its exact nearest neighbours. The intervals take them as given.
 
 In all functions, `vectors` are `(cells, width)`. `labels` and `batches` are class ids from 0, `(cells,)`.
 
@@ -33,13 +34,11 @@ from scipy.stats import chi2
 from cellmill.evaluate.features.neighbors import NeighborGraph, link_neighbors
 from cellmill.evaluate.features.products import MAX_DOUBLE
 
-MAX_SEARCH_STEPS = (
-    60  # the search for the beta with the wanted perplexity takes at most this many steps
-)
+MAX_SEARCH_STEPS = 60  # at most this many steps of the search for the weights of neighbours
 ENTROPY_TOLERANCE = 1e-6  # largest error of the entropy, which is the logarithm of the perplexity
 ALPHA = 0.05  # significance level of kBET's test
 MIN_LABEL_CELLS = 10  # a label needs at least this many cells in kBET, as in scIB
-# kBET tests at least and at most this many cells around a cell, with the cell itself
+# kBET tests this many cells for each cell, at least and at most: the cell itself and its neighbours
 MIN_TESTED = 10
 MAX_TESTED = 70
 CONNECTED = 15  # graph connectivity links each cell with this many neighbours, as in scIB
@@ -50,8 +49,8 @@ COMPARED = 256  # silhouettes compare at most this many cells with all cells at 
 def measure_lisi(graph: NeighborGraph, classes: np.ndarray, perplexity: float) -> np.ndarray:
     """Measure the effective number of classes among the neighbours of each cell.
 
-    It runs from 1, if all neighbours are of one class, to the number of classes. `classes`, `(cells,)`, are
-    labels or batches.
+    This number is 1 if all neighbours are of one class, and at most the number of classes. `classes`,
+    `(cells,)`, are the ids of labels or batches.
     """
     weights = compute_neighbor_weights(graph.distances, perplexity)
     n_classes = int(classes.max()) + 1
@@ -70,34 +69,36 @@ def compute_neighbor_weights(distances: np.ndarray, perplexity: float) -> np.nda
     The weight of a neighbour at distance d is proportional to exp(-beta d). The beta of a cell is chosen
     so that the entropy of the weights is log(perplexity). `distances` are `(cells, k)`, the nearest first.
     """
-    # Subtract the distance of the nearest neighbour, whose weight is then not rounded to 0. This changes
-    # all weights of a cell by the same factor.
+    # Subtract the distance of the nearest neighbour, so that its weight is not rounded to 0. The subtraction
+    # changes all weights of a cell by the same factor.
     shifted = distances - distances[:, :1]
     # Search the beta of each cell, (cells,). It is doubled until an upper bound is known, then bisected.
-    low = np.zeros(len(distances))
-    high = np.full(len(distances), np.inf)
+    lower = np.zeros(len(distances))
+    upper = np.full(len(distances), np.inf)
     beta = np.ones(len(distances))
     for _ in range(MAX_SEARCH_STEPS):
         weights = np.exp(-beta[:, None] * shifted)
         total = weights.sum(1)
+        # the entropy of normalised weights is log(total) plus beta times the mean distance
         entropy = np.log(total) + beta * (shifted * weights).sum(1) / total
-        excess = entropy - np.log(perplexity)  # above 0 if beta is too small
+        excess = entropy - np.log(perplexity)
         if (np.abs(excess) < ENTROPY_TOLERANCE).all():
             break
-        low = np.where(excess > 0, beta, low)
-        high = np.where(excess > 0, high, beta)
-        unbounded = np.isinf(high)
-        middle = (low + np.where(unbounded, 0, high)) / 2
-        beta = np.where(unbounded, 2 * beta, middle)
+        # a larger beta gives a smaller entropy
+        lower = np.where(excess > 0, beta, lower)
+        upper = np.where(excess > 0, upper, beta)
+        is_unbounded = np.isinf(upper)
+        middle = (lower + np.where(is_unbounded, 0, upper)) / 2
+        beta = np.where(is_unbounded, 2 * beta, middle)
     return weights / total[:, None]
 
 
 def measure_kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Measure whether the batches mix around each cell of a label, by a chi-square test.
+    """Measure the share of cells with well mixed batches around them, by a chi-square test.
 
-    The mean over cells is the share of cells that pass the test: at level ALPHA, the batches of a cell's
-    neighbours do not differ from the batches of the label. It is a mean over labels, so each cell has a
-    term of `compute_label_mean_terms`.
+    A cell passes the test if the batches of its neighbours are distributed like the batches of all cells of
+    its label, at level ALPHA. The share is a mean over labels, so each cell has a term of
+    `compute_label_mean_terms`.
 
     Neighbours are cells of the same label. As in scIB, their number is a quarter of the mean number of
     cells in a batch, within MIN_TESTED and MAX_TESTED. A label with a single batch or fewer than
@@ -106,12 +107,12 @@ def measure_kbet(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -
     accepted = np.full(len(labels), np.nan)
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
-        names, batch, sizes = np.unique(batches[cells], return_inverse=True, return_counts=True)
-        n_batches = len(names)
+        batch_ids, batch, sizes = np.unique(batches[cells], return_inverse=True, return_counts=True)
+        n_batches = len(batch_ids)
         if n_batches < 2 or len(cells) < MIN_LABEL_CELLS:
             continue
 
-        # the k tested cells of each cell of the label, (cells, k): the cell itself and its neighbours
+        # the tested cells of each cell, (cells, k): the cell itself and its neighbours
         mean_size = len(cells) // n_batches
         k = min(MAX_TESTED, max(MIN_TESTED, mean_size // 4))
         graph = NeighborGraph.build(vectors[cells], k - 1)
@@ -145,33 +146,34 @@ def measure_graph_connectivity(graph: NeighborGraph, labels: np.ndarray) -> floa
 
 
 def measure_bras(vectors: np.ndarray, batches: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Measure how little the batches of a label are separated: 1 - |s|, where s is a silhouette.
+    """Measure how little the batches within a label are separated.
 
-    The silhouette is of batches within a label, by cosine distance. The mean over cells is a mean over
-    labels, so each cell has a term of `compute_label_mean_terms`. None if no label has two batches.
+    The measure of a cell is 1 - |s|, where s is the silhouette of the cell in its batch, by cosine distance
+    to cells of the same label. The mean over cells is a mean over labels, so each cell has a term of
+    `compute_label_mean_terms`. None if no label has two batches.
     """
-    # scale the vectors to length 1; a vector of zeros stays so
+    # scale the vectors to length 1, except vectors of zeros
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = vectors / np.where(lengths > 0, lengths, 1)
     directions = directions.astype(np.float64)
     scores = np.full(len(labels), np.nan)
     for label in np.unique(labels):
         cells = np.flatnonzero(labels == label)
-        names, batch = np.unique(batches[cells], return_inverse=True)
-        if len(names) > 1:
-            silhouette = _cosine_silhouette(directions[cells], batch)
-            scores[cells] = 1 - np.abs(silhouette)
+        batch_ids, batch = np.unique(batches[cells], return_inverse=True)
+        if len(batch_ids) > 1:
+            silhouettes = _compute_cosine_silhouettes(directions[cells], batch)
+            scores[cells] = 1 - np.abs(silhouettes)
     return compute_label_mean_terms(scores, labels)
 
 
-def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Silhouette of each cell in its batch by cosine distance, `(cells,)`, from -1 to 1.
+def _compute_cosine_silhouettes(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    """Compute the silhouette of each cell in its batch by cosine distance, `(cells,)`, from -1 to 1.
 
     `directions`, `(cells, width)`, are vectors of length 1, and `batch`, `(cells,)`, are ids from 0. A cell
     is compared with all cells of other batches together.
 
-    The mean cosine of a cell with other cells is its product with their mean direction. So no pairs of
-    cells are needed.
+    The mean cosine of a cell with other cells is the product of its direction with the mean direction of the
+    other cells. So pairs of cells are not compared.
     """
     n_batches = batch.max() + 1
     # (batches, width): sum of the directions of each batch
@@ -183,30 +185,31 @@ def _cosine_silhouette(directions: np.ndarray, batch: np.ndarray) -> np.ndarray:
     to_same = (directions * sums[batch]).sum(1)
     to_all = directions @ directions.sum(0)
     to_itself = (directions * directions).sum(1)
-    # mean distances, which are 1 minus mean cosines; the same batch is without the cell itself
+    # (cells,): mean distance to the other cells of the same batch, and to the cells of other batches. A mean
+    # distance is 1 minus the mean cosine.
     n_others_in_batch = n_in_batch - 1
     within = (n_others_in_batch - (to_same - to_itself)) / np.maximum(n_others_in_batch, 1)
     between = (n_outside - (to_all - to_same)) / n_outside
-    return _compare_distances(within, between, n_others_in_batch)
+    return _compute_silhouettes(within, between, n_others_in_batch)
 
 
 def measure_silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Measure the silhouette of each cell in its label by Euclidean distance, rescaled to 0 to 1.
 
-    0.5 is a silhouette of 0, which the only cell of a label has.
+    The only cell of a label has a silhouette of 0, which is rescaled to 0.5.
     """
-    n = len(labels)
+    n_cells = len(labels)
     # centred vectors are smaller, and so are the rounding errors of their products
     values = np.asarray(vectors, np.float64)
     values = values - values.mean(0)
-    if n > MAX_DOUBLE:
+    if n_cells > MAX_DOUBLE:
         values = values.astype(np.float32)
     squares = np.einsum("ij,ij->i", values, values)
     is_label = np.eye(labels.max() + 1, dtype=values.dtype)[labels]  # (cells, labels)
     sizes = np.bincount(labels)
-    widths = np.zeros(n)
-    for start in range(0, n, COMPARED):
-        stop = min(start + COMPARED, n)
+    widths = np.zeros(n_cells)  # silhouettes, which are also called silhouette widths
+    for start in range(0, n_cells, COMPARED):
+        stop = min(start + COMPARED, n_cells)
         rows = np.arange(stop - start)
 
         # Distances of the block's cells to all cells, (rows, cells). The squared distance of cells x and y
@@ -226,21 +229,23 @@ def measure_silhouettes(vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
         means = sums / sizes
         means[rows, label] = np.inf
         between = means.min(1)
-        widths[start:stop] = _compare_distances(within, between, n_others_in_label)
+        widths[start:stop] = _compute_silhouettes(within, between, n_others_in_label)
     return (widths + 1) / 2
 
 
-def _compare_distances(within: np.ndarray, between: np.ndarray, n_others: np.ndarray) -> np.ndarray:
+def _compute_silhouettes(
+    within: np.ndarray, between: np.ndarray, n_others: np.ndarray
+) -> np.ndarray:
     """Compute silhouettes from the mean distances of each cell, `(cells,)`, from -1 to 1.
 
-    `within` are the mean distances to the other cells of the same class, and `n_others` their numbers.
-    `between` are the mean distances to other classes. A cell that is alone in its class has 0, and so has
-    a cell with both distances 0.
+    `within`, `(cells,)`, are the mean distances to the other cells of the same class. `n_others`, `(cells,)`,
+    are the numbers of these other cells. `between`, `(cells,)`, are the mean distances to cells of other
+    classes. The silhouette is 0 for a cell that is alone in its class, and if both distances are 0.
     """
     larger = np.maximum(within, between)
     is_defined = (n_others > 0) & (larger > 0)
-    silhouette = (between - within) / np.where(is_defined, larger, 1)
-    return np.where(is_defined, silhouette, 0)
+    silhouettes = (between - within) / np.where(is_defined, larger, 1)
+    return np.where(is_defined, silhouettes, 0)
 
 
 def measure_isolated_labels(
@@ -253,10 +258,11 @@ def measure_isolated_labels(
     `widths`, `(cells,)`, are the silhouettes of all cells. The mean over cells is a mean over isolated
     labels, so each cell has a term of `compute_label_mean_terms`. None if every label is in all batches.
     """
-    n_batches = pd.Series(batches).groupby(labels).nunique()  # by label
-    if n_batches.min() == len(np.unique(batches)):
+    n_batches_by_label = pd.Series(batches).groupby(labels).nunique()
+    n_fewest = n_batches_by_label.min()
+    if n_fewest == len(np.unique(batches)):
         return None
-    isolated = n_batches.index[n_batches == n_batches.min()]
+    isolated = n_batches_by_label.index[n_batches_by_label == n_fewest]
     is_isolated = np.isin(labels, isolated)
     isolated_widths = np.where(is_isolated, widths, np.nan)
     return compute_label_mean_terms(isolated_widths, labels)
@@ -265,9 +271,8 @@ def measure_isolated_labels(
 def measure_batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarray:
     """Measure the share of the variance of `vectors` that lies between batches.
 
-    The numbers of cells are terms of a linear approximation, by the derivative of the share by the weight
-    of each cell. A weight also shifts the means, but to first order a shift of a mean does not change the
-    variances.
+    The number of each cell is a term of a linear approximation, made with the derivative of the share by the
+    weight of the cell. The weight also shifts the means, but to first order this does not change variances.
     """
     values = np.asarray(vectors, np.float64)
     # (cells,): squared distance of each cell to the mean of all cells, and to the mean of its batch
@@ -281,21 +286,21 @@ def measure_batch_variance(vectors: np.ndarray, batches: np.ndarray) -> np.ndarr
     if total == 0:
         return np.zeros(len(values))
     within_frac = to_batch_mean.mean() / total
-    # derivative of `within_frac` by the weight of each cell, times the number of cells
+    # (cells,): derivative of `within_frac` by the weight of each cell, times the number of cells
     derivatives = (to_batch_mean - within_frac * to_mean) / total
     return 1 - within_frac - derivatives
 
 
 def compute_label_mean_terms(values: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
-    """Compute the linear terms of a mean over labels, `(cells,)`. Their mean over cells is that mean.
+    """Compute the linear terms of a mean over labels, `(cells,)` float64.
 
-    The mean over labels is the mean of each label's mean of `values`, `(cells,)`. Cells with NaN do not
-    count. None if all cells have NaN.
+    Each label has a mean of `values`, `(cells,)`, over its cells. The mean over labels is the mean of these
+    means. The terms of all cells have the same mean. Cells with NaN do not count. None if all cells have NaN.
     """
     is_counted = np.isfinite(values)
     if not is_counted.any():
         return None
-    # number of the label of each counted cell, (counted cells,), and size and mean of each label, (labels,)
+    # label of each counted cell, (counted cells,), as an index; size and mean of each label, (labels,)
     _, label = np.unique(labels[is_counted], return_inverse=True)
     sizes = np.bincount(label)
     means = np.bincount(label, values[is_counted]) / sizes
@@ -316,7 +321,7 @@ def _sum_by_class(
     `classes` are class ids, `(rows, k)`, and `weights` have the same shape.
     """
     n_rows = len(classes)
-    # the sum of each bin is the sum of one class in one row
+    # give each pair of a row and a class its own bin
     bins = np.arange(n_rows)[:, None] * n_classes + classes
     sums = np.bincount(bins.ravel(), weights.ravel(), minlength=n_rows * n_classes)
     return sums.reshape(n_rows, n_classes)

@@ -60,14 +60,14 @@ class Integration(Task):
         separate. Verdicts compare the embedding with principal components, corrected by Harmony if option
         `harmony` is set.
 
-        Raises Skipped if the dataset has no labels, no batches, or too few cells of them.
+        Raises Skipped if the dataset has no labels or no batches, or too few cells that have both.
         """
         chosen = self._choose_cells(context)
         try:
             vectors_by_method = self.collect_vectors(context, chosen.cells, chosen.batches)
         except Skipped as skipped:
             raise Skipped(str(skipped), chosen.figures) from None
-        rows, columns = self._score(vectors_by_method, chosen.batches, chosen.labels)
+        rows, columns = self._measure_methods(vectors_by_method, chosen.batches, chosen.labels)
         baseline = CORRECTED if self.config.harmony else PRINCIPAL
         differences = []
         for column in columns:
@@ -84,7 +84,7 @@ class Integration(Task):
         # `collect_vectors` returns five methods, one more with Harmony, and one for each external model
         n_methods = 5 + sizes.n_external + self.config.harmony
         harmony_s = 5e-4 * n if self.config.harmony else 0.0
-        # seconds for one method: the second term is for neighbours, the third for all pairs of cells
+        # seconds to measure one method: the second term is for neighbours, the third for all pairs of cells
         measures_s = 0.1 + 5e-7 * n * self.config.neighbors + 1.5e-8 * n**2
         return sizes.features_s(n) + sizes.components_s(n) + harmony_s + n_methods * measures_s
 
@@ -118,13 +118,13 @@ class Integration(Task):
         _, labels = np.unique(labelled.labels, return_inverse=True)
         return CellsOfBatches(labelled.cells, batches, labels, figures)
 
-    def _score(
+    def _measure_methods(
         self, vectors_by_method: ByMethod, batches: np.ndarray, labels: np.ndarray
     ) -> tuple[list[Row], list[ScoreColumn]]:
         """Measure the vectors of each method.
 
         Returns a row for each method, with the values of all measures. Also returns a column for each
-        measure that is a mean over cells, from which verdicts are made.
+        measure that is a mean over cells. Verdicts are made from the columns.
         """
         rows = []
         # scores by heading and method, (1, cells): there is one repetition
@@ -148,8 +148,8 @@ class Integration(Task):
     def collect_vectors(self, context: Context, cells: np.ndarray, batches: np.ndarray) -> ByMethod:
         """Collect the vectors of the cells by method, `(cells, width)`.
 
-        They are the usual features without ALL_GENES, the components of these cells, and random vectors.
-        With option `harmony`, the components are also there as Harmony corrects them.
+        The methods are those of `cell_features` without ALL_GENES, and PRINCIPAL and RANDOM. With option
+        `harmony`, CORRECTED is also a method.
         """
         vectors = cell_features(context, cells)
         principal = context.feature_cache.share(vectors.pop(ALL_GENES)).source.components
@@ -165,9 +165,12 @@ class Integration(Task):
     ) -> dict[str, np.ndarray | float | None]:
         """Compute all measures of `vectors`, `(cells, width)`, by the heading of the column.
 
-        A measure is `(cells,)` float64, with values that a mean over cells turns into the measure. Graph
-        connectivity is a single number. A measure that does not apply is None. `principal`,
-        `(cells, components)`, are the components that PCR compares with. `batches` and `labels` are ids.
+        Most measures are an array, `(cells,)` float64, and the mean of the array is the value in the table.
+        Graph connectivity is a single number. A measure that does not apply is None.
+
+        `principal`, `(cells, components)`, are the vectors of PRINCIPAL: PCR compares their variance
+        between batches with the variance of `vectors` between batches. `batches` and `labels`, `(cells,)`,
+        are ids from 0.
         """
         graph = NeighborGraph.build(vectors, self.config.neighbors)
         perplexity = graph.indices.shape[1] / 3
