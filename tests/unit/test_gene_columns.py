@@ -142,6 +142,32 @@ def test_gaps_in_the_best_column_are_filled_from_the_rest(tmp_path: Path) -> Non
         assert found.coverage == {"the index": 0, "a": 45 / 60, "b": 58 / 60}
 
 
+@pytest.mark.parametrize("organism", ["human", "mouse"])
+@pytest.mark.parametrize("prefixes", [("", ""), ("GRCh38_", "mm10___")])
+def test_genes_of_another_species_are_not_read_by_symbol(
+    organism: str, prefixes: tuple[str, str]
+) -> None:
+    """As in a mixture of human and mouse cells: 249 human symbols are aliases of mouse genes."""
+    ids: list[str] = []
+    symbols: list[str] = []
+    own: list[str] = []
+    for species, prefix in zip(("human", "mouse"), prefixes):
+        table = gene_table(species)
+        for gene in sorted(table.protein_coding):
+            ids.append(prefix + gene)
+            symbols.append(table.symbols[gene])
+            own.append(gene if species == organism else "")
+    var = pd.DataFrame({"symbol": symbols}, index=ids)
+    assert choose_names(ids, var, organism).gene_ids == own
+    # ids of a species without a table, and of orthologs, leave symbols as they are
+    for number in ("ENSRNOG", "ENSMUSG"):
+        index = [f"{number}{row:011d}" for row in range(N_GENES)]
+        var = pd.DataFrame({"a": SYMBOLS}, index=index)
+        assert choose_names(index, var, "human").gene_ids == IDS
+        var = pd.DataFrame({"ortholog": index, "id": IDS[:9] + [""] * 51}, index=SYMBOLS)
+        assert choose_names(SYMBOLS, var, "human").gene_ids == IDS
+
+
 def test_a_column_of_different_genes_fills_no_gap() -> None:
     index = [*SYMBOLS[:50], *(f"probe {i}" for i in range(10))]
     var = pd.DataFrame({"nearest": [*SYMBOLS[1:41], *[""] * 10, *SYMBOLS[50:]]}, index=index)

@@ -5,6 +5,7 @@ gaps: a file may have ids of some genes and symbols of all. Ensembl ids come bef
 two genes may share a symbol.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,11 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.arrays import text_columns
-from cellmill.data.genes.lookup import MISSING_NAMES, Matches, match_names
+from cellmill.data.genes.lookup import MISSING_NAMES, UNMAPPED, Matches, match_names
+from cellmill.data.genes.tables import PREFIXES
 
 INDEX = "the index"
+_ID = re.compile(r"(?:^|[^A-Za-z0-9])(ENS[A-Z]*G)\d{11}")  # of a gene of any species
 # share of equal genes in the rows that two columns name, for the second to fill gaps of the first
 _MIN_AGREEMENT = 0.8
 _MIN_ROWS = 10  # rows that both columns name; fewer show nothing
@@ -91,7 +94,7 @@ class GeneNames:
         self.gene_ids.append(matches.gene_ids[row])
         self.kinds.append(matches.kinds[row])
         self.texts.append(text)
-        if text in matches.prefixes:
+        if matches.gene_ids[row] and text in matches.prefixes:
             self.prefixes[matches.prefixes[text]] += 1
         if text in matches.made_unique:
             self.made_unique[text] = matches.made_unique[text]
@@ -106,6 +109,7 @@ def choose_names(names: Sequence[str], var: pd.DataFrame, organism: str) -> Gene
     the first.
     """
     columns = _read_columns(names, var, organism)
+    _drop_other_species(columns, organism)
     best = max(columns, key=lambda column: (column.matches.n_genes, column.n_ids))
     trusted = [column for column in columns if column is best or _may_fill(column, best)]
     trusted.sort(key=lambda column: (not column.has_ids, column is not best))
@@ -133,6 +137,23 @@ def _read_columns(names: Sequence[str], var: pd.DataFrame, organism: str) -> lis
     for name, texts in text_columns(var).items():
         columns.append(NameColumn(name, texts, match_names(texts, organism)))
     return columns
+
+
+def _drop_other_species(columns: list[NameColumn], organism: str) -> None:
+    """Leave rows without a gene that have the id of another species, whatever their symbol is.
+
+    Only columns count that have ids of `organism` too. Otherwise all rows may be of a species that is
+    read by its symbols, or the column may name orthologs.
+    """
+    for column in columns:
+        if not column.n_ids:
+            continue
+        for row, text in enumerate(column.texts):
+            found = _ID.search(text)
+            is_other = found is not None and found[1] != PREFIXES[organism]
+            if is_other and all(one.matches.kinds[row] != "id" for one in columns):
+                for one in columns:
+                    one.matches.gene_ids[row], one.matches.kinds[row] = UNMAPPED
 
 
 def _may_fill(column: NameColumn, best: NameColumn) -> bool:
