@@ -94,8 +94,8 @@ def choose_cells(
 ) -> LabelledCells:
     """Draw at most `max_cells` labelled cells, then drop classes with fewer than `min_cells` drawn cells.
 
-    `labels` has a value for each cell, NaN for none. The result has indices of `labels`. The draw depends
-    on `seed` only.
+    `labels` has a value for each cell, NaN for none. The cells in the result are indices of `labels`. The
+    draw is made with `seed`.
     """
     text = text_values(labels)
     is_missing = labels.isna().to_numpy()

@@ -150,7 +150,7 @@ def fit(name: str, classifier: Any, features: Any, labels: np.ndarray) -> Any:
 def report_early_stop(name: str, n_features: int) -> Iterator[None]:
     """Print one line if the classifier `name` stops before it has converged.
 
-    The line replaces scikit-learn's warnings of it. Other warnings are shown, each of them once.
+    The line replaces scikit-learn's warnings about it. Each other warning is shown once.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)

@@ -71,6 +71,8 @@ class _TaskRun:
         result = run_task(self.task, self.context)
         seconds = round(time.perf_counter() - started, 2)
         cpu_s = time.process_time() - cpu_started
+
+        # complete the result
         figures: dict[str, Any] = {"seconds": seconds}
         result = replace(result, task=self.task_name)
         if self.left_out is not None:
@@ -80,6 +82,7 @@ class _TaskRun:
         result.figures.update(figures)
         # a NaN in the result raises here, where the error still belongs to this task
         json.dumps(result.to_json(), allow_nan=False)
+
         new = {key: value for key, value in predictions.items() if key not in known_keys}
         return RunOutput(result, cpu_s, new, predictions.n_stored_reads > n_reads_before)
 
@@ -149,6 +152,7 @@ def _run_missing(
         # thread computes them, as in `run_task`, so the components are always the same to the bit.
         with threadpool_limits(1):
             _ = context.model.components
+
     results = {}
     failures: list[UserError] = []
     waiting = [task_run.name for task_run in task_runs]

@@ -127,17 +127,21 @@ def read_gene_statistics(manifest: Manifest, objective: Objective, seed: int) ->
     first_shard = manifest.entry("train").shards[0]
     rank_order = read_rank_order(manifest, manifest.shard_path(first_shard))
 
-    n_view_tokens = 0
+    n_view_tokens = 0  # tokens of the cells for which views were drawn
     for block in _read_first_blocks(manifest, MAX_TRAIN_CELLS, "train"):
+        # tokens of whole cells
         if rank_order is not None:
             rank_order.sort(block)
         cell_ids = whole.n_cells + np.arange(block.n_cells)
         batch = tokenizer.make_batch(block, cell_ids, with_counts)
         whole.add(batch)
-        # a profile is of whole cells, unless the objective predicts the hidden part of a view
+
+        # profiles of whole cells, unless the objective predicts the hidden part of a view
         if with_counts and not predicts_hidden:
             assert batch.counts is not None, "the batch has no counts"
             profiles.add(row_numbers(batch.cu_seqlens), batch.token_ids, batch.counts)
+
+        # views: profiles of the hidden entries, and the shown tokens
         if (predicts_hidden or has_part_in_view) and n_view_tokens < MAX_VIEW_TOKENS:
             n_view_tokens += len(batch.token_ids)
             view = objective.view(to_tensors(batch), seed=seed, step=STATISTICS_STEP)
@@ -145,6 +149,7 @@ def read_gene_statistics(manifest: Manifest, objective: Objective, seed: int) ->
                 assert isinstance(view, ViewBatch), "expected a view"
                 entries = (view.entry_cells, view.entry_token_ids, view.entry_counts)
                 profiles.add(*(tensor.numpy() for tensor in entries))
+            # a view may have two cells for each cell: the shown parts come first, then the hidden parts
             if isinstance(view, ViewBatch) and view.n_second_views:
                 view = view.slice_cells(0, view.n_second_views)
             shown.add(view)

@@ -60,7 +60,7 @@ def _compute_f1_terms(true: np.ndarray, predicted: np.ndarray, is_weighted: bool
     is_predicted = predicted[:, None] == present_ids
     is_hit = is_class & is_predicted
 
-    # F1 of a class is twice its hits, divided by the number of its true and of its predicted cells
+    # F1 of a class is twice its hits, divided by the sum of its true cells and its predicted cells
     n_true_and_predicted = is_class.sum(0) + is_predicted.sum(0)
     f1 = 2 * is_hit.sum(0) / n_true_and_predicted
     share = is_class.mean(0) if is_weighted else np.full(len(present_ids), 1 / len(present_ids))
@@ -91,7 +91,10 @@ class ClassPredictions:
 
     @cached_property
     def class_names(self) -> np.ndarray:
-        """Names of all classes that cells have or methods may predict, sorted. A class id is an index."""
+        """Names of all classes that cells have or methods may predict, sorted.
+
+        A class id is an index of this array.
+        """
         return np.union1d(self.labels, np.array(self.other_classes, dtype=self.labels.dtype.type))
 
     def record(

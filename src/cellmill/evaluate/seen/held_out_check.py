@@ -65,15 +65,15 @@ class HeldOutCheck:
         copies were found by counts and by barcodes.
         """
         has_new_name = ~reader.obs_names.isin([*self.names[dataset]])
-        copies = find_equal_cells(reader, self.corpora, has_new_name)
-        near = has_new_name & ~copies & find_barcodes(reader, self._listed)
+        is_equal = find_equal_cells(reader, self.corpora, has_new_name)
+        is_near = has_new_name & ~is_equal & find_barcodes(reader, self._listed)
         for mask, relation in (
-            (copies, "are equal to training or validation cells of other names"),
-            (near, "have barcodes of a training sample of a model before this one"),
+            (is_equal, "are equal to training or validation cells of other names"),
+            (is_near, "have barcodes of a training sample of a model before this one"),
         ):
             if mask.any():
                 print(f"{dataset}: {int(mask.sum()):,} cells {relation}: not held out", flush=True)
         for line in describe_unfindable_cells(reader, self.corpora, self._listed):
             print(f"{dataset}: warning: {line}", flush=True)
-        copies |= near
-        return has_new_name & ~copies, int(copies.sum())
+        is_copy = is_equal | is_near
+        return has_new_name & ~is_copy, int(is_copy.sum())
