@@ -774,6 +774,15 @@ def test_each_stage_is_checked_against_its_partition(
     ]
     assert (code, last) == (2, "cellmill preflight: no go: 10 reasons")
     Path("config.yaml").write_text(given)
+    Path("profiles/one/config.yaml").write_text(
+        STAGES.replace("gpu_model: a100, runtime", "gpu_model: 3090, runtime")
+    )
+    _, lines, _ = preflight("profiles/one", "--no-job")
+    assert [line for line in lines if "stage evaluate" in line] == [
+        "no  stage evaluate: profiles/one/config.yaml: set-resources: evaluate: gpu_model: expected a text, got the "
+        "number 3090, for which Snakemake's plugin submits no job; write gpu_model: \"'3090'\""
+    ]
+    Path("profiles/one/config.yaml").write_text(STAGES)
     _, lines, _ = preflight("profiles/one", "--no-job")
     unused = (
         *("divide", "shard_part", "embed_external", "unpack", "zoo"),

@@ -179,14 +179,16 @@ def site(
         (site("gpu:2", "ib,h200"), CONFIG, {"gpus_per_node": "2"}, {"gpu": 1, "tasks_per_gpu": 0}, "h200"),
         (site("gpu:rtx_a1000"), CONFIG, {"gpus_per_node": "rtx_a1000:1"},
          {"gpu": 1, "gpu_model": "rtx_a1000", "tasks_per_gpu": 0}, "a100?"),
+        (site("gpu:3090:2"), CONFIG, {"gpus_per_node": "3090:2"},
+         {"gpu": 1, "gpu_model": "'3090'", "tasks_per_gpu": 0}, "a100?"),
         # names that Snakemake and YAML read as something else
         (site("gpu:max:2", name="all"), CONFIG, {"slurm_partition": "all"},
          {"gpu": 1, "gpu_model": "'max'", "tasks_per_gpu": 0}, "a100?"),
         (site("N/A", name="null", limit="1:00"), CONFIG, {"slurm_partition": "null", "save_within_s": 15}, {}, "cpu"),
     ],
     ids=[
-        "gres only", "hyphen", "of 40 GB", "of unknown GB", "of 64 GB", "no type", "unknown type", "Python names",
-        "no GPUs",
+        "gres only", "hyphen", "of 40 GB", "of unknown GB", "of 64 GB", "no type", "unknown type", "digits",
+        "Python names", "no GPUs",
     ],
 )  # fmt: skip
 def test_unusual_sites_are_read(

@@ -307,5 +307,8 @@ def _list_gpu_keys(offer: Offer, qos: str, gres_only: bool) -> dict[str, str | i
     if gres_only:
         keys["gres"] = quote_for_python(f"gpu:{kind}:1" if kind else "gpu:1")
     else:
-        keys |= {"gpu": 1} | ({"gpu_model": quote_for_python(kind)} if kind else {})
+        keys["gpu"] = 1
+        if kind:  # the plugin takes no number for a text
+            is_number = kind.replace(".", "").isdigit()
+            keys["gpu_model"] = f"'{kind}'" if is_number else quote_for_python(kind)
     return keys | {"tasks_per_gpu": 0}

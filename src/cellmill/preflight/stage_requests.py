@@ -145,6 +145,11 @@ def make_stage_machine(profile: Profile, stage: str, attempt: int) -> Machine:
     gpus = resources.get("gpu")
     if gpus:
         model = resources.get("gpu_model")
+        if isinstance(model, int | float):
+            raise ConfigError(
+                f"{path}: set-resources: {stage}: gpu_model: expected a text, got the number {model}, for which "
+                f"Snakemake's plugin submits no job; write gpu_model: \"'{model}'\""
+            )
         machine["gpus_per_node"] = f"{model}:{gpus}" if model else str(gpus)
     if options.get("slurm-qos"):
         machine["qos"] = options["slurm-qos"]
