@@ -119,7 +119,7 @@ class _SharedSolver:
         dual_coefs = self._search(initial_coefs, {})
         if self.is_scaled:
             return self._run_rounds(dual_coefs)
-        return self._shared_logits(dual_coefs)
+        return self._compute_shared_logits(dual_coefs)
 
     def _run_rounds(self, pending: ByRegression) -> ByRegression:
         """Run the rounds of scaled regressions, and return the logits of all cells.
@@ -135,19 +135,21 @@ class _SharedSolver:
                 break
             previous = offsets
             # step 1: offsets of the fitted cells
-            exact = self._own_scale_logits(pending, inverse_variances)
-            approximate = self._shared_logits(pending)
+            exact = self._compute_own_logits(pending, inverse_variances)
+            approximate = self._compute_shared_logits(pending)
             offsets = {
                 index: (exact[index] - approximate[index])[:, self.regressions[index].cells]
                 for index in pending
             }
-            # steps 2 and 3
+            # step 2: dual coefficients with these offsets
             dual_coefs = self._search(pending, offsets)
+            # step 3: regressions with offsets that hardly changed are finished
             pending = {}
             for index, coefs in dual_coefs.items():
                 change = np.abs(offsets[index] - previous[index]).max()
-                (finished if change <= OFFSET_TOLERANCE else pending)[index] = coefs
-        return self._own_scale_logits(finished, inverse_variances) if finished else {}
+                group = finished if change <= OFFSET_TOLERANCE else pending
+                group[index] = coefs
+        return self._compute_own_logits(finished, inverse_variances) if finished else {}
 
     def _search(self, initial_coefs: ByRegression, offsets: ByRegression) -> ByRegression:
         """Search for the optima with the shared matrix, and with `offsets` added to the logits.
@@ -162,6 +164,7 @@ class _SharedSolver:
             searches[index] = newton.search_optimum(Unwhitened(), targets, start, added)
         optima: ByRegression = {}
         while searches:
+            # take the next vector of each search, and compute the logits of all of these vectors
             vectors = {}
             for index, search in [*searches.items()]:
                 try:
@@ -184,11 +187,11 @@ class _SharedSolver:
             logits += dual_coefs[index].sum(1, keepdims=True)
             logits /= regression.penalty
 
-    def _shared_logits(self, dual_coefs: ByRegression) -> ByRegression:
+    def _compute_shared_logits(self, dual_coefs: ByRegression) -> ByRegression:
         """Compute the logits of all cells with the shared matrix."""
         return self._add_intercepts(dual_coefs, self._stack(dual_coefs) @ self.shared)
 
-    def _own_scale_logits(
+    def _compute_own_logits(
         self, dual_coefs: ByRegression, inverse_variances: ByRegression
     ) -> ByRegression:
         """Compute the logits of all cells with the own ZZᵀ of each scaled regression."""

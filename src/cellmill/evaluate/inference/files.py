@@ -199,7 +199,7 @@ def read_embedding(
         raise DataError(
             f"{path}: made by model {found[:12]}, expected {model_digest[:12]}; {EMBED_AGAIN}"
         )
-    # absent in files of earlier versions
+    # files of earlier versions have no digest of the embedder
     if embedder not in (None, stored.about.get(EMBEDDER, embedder)):
         raise DataError(f"{path}: made by {OTHER_SECTIONS}; {EMBED_AGAIN}")
     if width not in (None, vectors.shape[1]):
