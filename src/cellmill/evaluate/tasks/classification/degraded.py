@@ -8,11 +8,15 @@ Classifiers are tested on the cells of each level. They are fitted in three ways
 - *shifted*: on whole cells
 - *trained on all levels*: on whole cells and the cells of every level together
 
-A user with cells of a gene panel knows which genes the panel has, and a user with shallow cells knows
-their depth. Such a user can fit a PCA to other cells that were degraded alike. So some rows have
-features that are *adapted* to one level. These are principal components of the model's training cells,
-after the training cells were reduced to the same genes or the same fraction of counts. In rows
-"of the panel", classifiers too are fitted on cells that have only the genes of the panel.
+A user with cells of a gene panel knows which genes the panel has. A user with cells of few counts knows
+how many counts they have. Such a user can fit a PCA to other cells that were degraded alike. So some rows
+have features that are *adapted* to one level:
+
+- In `low_depth`, they are principal components of the model's training cells, after the training cells
+  were reduced to the same fraction of counts.
+- In `missing_genes`, the genes that cells keep are called a panel. The features have names that end in
+  "of the panel". Among them are principal components of training cells with only these genes. The
+  classifiers are also fitted on cells with only these genes.
 
 docs/evaluation.md describes both tasks.
 """
@@ -59,7 +63,7 @@ from cellmill.runs.results import TaskResult
 # A task uses at most this many cells, because the cells of each level are embedded and classified again.
 MAX_DEGRADED_CELLS = 2_000
 DENSE_FIT_S = 4e-4  # seconds for each fitted cell to fit the classifiers on dense features
-WHOLE = "whole"  # name of the level of whole cells
+WHOLE = "whole"  # stands for whole cells where a level is expected
 # The cells that classifiers are fitted on. The heading of a column is "LEVEL, MATCHED" and so on.
 MATCHED = "matched"
 SHIFTED = "shifted"
@@ -84,14 +88,12 @@ FeaturesByLevel = dict[str, Features]
 class ComponentFitter:
     """Fits principal components to training cells of the model.
 
-    The training cells are first degraded in the same way as the evaluated cells.
+    Before a fit, the training cells are degraded in the same way as the evaluated cells.
     """
 
     context: Context
-    counts: (
-        sp.csr_matrix
-    )  # (training cells, genes of the vocabulary): counts of whole training cells
-    # projects counts per 1,000; fitted to whole training cells that `log_normalise_per_1k` normalised
+    counts: sp.csr_matrix  # (training cells, genes of the vocabulary); the cells are whole
+    # projects on the components of whole training cells, by `log_normalise_per_1k` of their counts
     project_per_1k: Projection
 
     @classmethod
@@ -197,14 +199,14 @@ class Degraded(Task):
                 features_by_level[level] = compute_features(context, chosen.cells, counts)
                 if fitter is not None:
                     features_by_level[level][PER_1K] = fitter.project_per_1k(counts)
-            adapted = self._adapt_to_levels(
+            adapted_by_level = self._adapt_to_levels(
                 counts_by_level, features_by_level, fitter, options.seed, repetition
             )
 
             # classify the tested cells of each fold
             for fold in split_by_class(chosen.labels, options.folds, 1, options.seed + repetition):
                 predicted = self._predict_fold(
-                    context, features_by_level, adapted, chosen.labels, fold
+                    context, features_by_level, adapted_by_level, chosen.labels, fold
                 )
                 for column, classes in predicted.items():
                     predictions.record(column, repetition, fold.tested, classes)
@@ -250,7 +252,7 @@ class Degraded(Task):
         A level without adapted features is left out. The features of one call may themselves be at
         several levels.
         """
-        adapted = {}
+        adapted_by_level = {}
         levels = [*counts_by_level][1:]  # without WHOLE, which is the first
         for number, level in enumerate(levels):
             # each level of each repetition has its own random numbers
@@ -259,27 +261,27 @@ class Degraded(Task):
                 level, counts_by_level, features_by_level, fitter, seeded(seed, key)
             )
             if features:
-                adapted[level] = features
-        return adapted
+                adapted_by_level[level] = features
+        return adapted_by_level
 
     @without_overhead()
     def _predict_fold(
         self,
         context: Context,
         features_by_level: FeaturesByLevel,
-        adapted: dict[str, FeaturesByLevel],
+        adapted_by_level: dict[str, FeaturesByLevel],
         labels: np.ndarray,
         fold: Fold,
     ) -> dict[str, ByMethod]:
         """Predict the classes of the tested cells by each method, for each column of the table.
 
-        `adapted` is what `_adapt_to_levels` returned. `labels`, `(cells,)`, are the classes of all cells.
+        `adapted_by_level` is what `_adapt_to_levels` returned. `labels`, `(cells,)`, are the classes of all cells.
         MAJORITY is among the methods.
         """
         predicted_by_column = self._predict_levels(
             context, features_by_level, labels, fold, [*features_by_level]
         )
-        for level, adapted_features in adapted.items():
+        for level, adapted_features in adapted_by_level.items():
             # classifiers may be fitted at every level, but they predict only the cells at this level
             added = self._predict_levels(context, adapted_features, labels, fold, [level])
             for column, predicted in added.items():
@@ -350,8 +352,8 @@ def _fit_components(
 ) -> Projection:
     """Fit principal components to `training` counts, `(training cells, genes of the vocabulary)`.
 
-    `normalise` is applied to counts first. Returns a function that projects the counts of cells of the
-    dataset on these components.
+    The counts are first normalised by `normalise`. Returns a function that projects cells of the dataset on
+    the components. The function normalises their counts too.
     """
     components = pca(training.shape).fit(normalise(training))
 

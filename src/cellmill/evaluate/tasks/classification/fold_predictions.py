@@ -1,9 +1,9 @@
 """Predicted classes of the tested cells of each fold, for tasks `probe`, `few_shot` and `leave_out`.
 
 Classes are predicted by each pair of features and classifier. All features have the same folds. They
-also have the same classifiers, except RANKED, which has one logistic regression only. Everything is
-fitted on the fitted cells of a fold (`Fold.fitted`). The only exceptions are the components of the model's
-training cells.
+also have the same classifiers, except RANKED, which has one logistic regression only. Classifiers are
+fitted on the fitted cells of a fold (`Fold.fitted`). So are all features that are fitted, except the
+components of the model's training cells.
 """
 
 from collections.abc import Iterable
@@ -109,9 +109,10 @@ def fit_components(
 ) -> ByMethod:
     """Compute principal components of all cells, `(cells, components)` by method.
 
-    The components are fitted on the cells `fitted` (indices), once to all genes and once to the variable
-    genes. If there are at most VARIABLE_GENES genes, all genes are variable, and the components are
-    computed once. The result is empty if there are fewer than two fitted cells or fewer than two genes.
+    The components are fitted on the cells `fitted` (indices). One method has components of all genes, the
+    other has components of the variable genes. If there are at most VARIABLE_GENES genes, all genes count
+    as variable, and the second method is left out. The result is empty if there are fewer than two fitted
+    cells or fewer than two genes.
     """
     n_genes = shared.shape[1]
     if min(len(fitted), n_genes) < 2:
