@@ -136,15 +136,16 @@ def _query_genes(
     """Predict the expression of the hidden genes, (C, G) float32, by a query of each cell and gene."""
     network = cells.network
     device = cells.device
-    genes = torch.from_numpy(cells.hidden_genes + len(SPECIAL)).to(device)
+    hidden_tokens = torch.from_numpy(cells.hidden_genes + len(SPECIAL)).to(device)
+    n_genes = len(hidden_tokens)
     blocks = []
     for block in torch.from_numpy(vectors).split(QUERIED_CELLS):
-        # cell and gene of each query, (cells of the block * G,)
+        # cell and token of each query, (cells of the block * G,)
         n_cells = len(block)
-        cell = torch.arange(n_cells, device=device).repeat_interleave(len(genes))
-        gene = genes.repeat(n_cells)
-        answers = objective.predict_queries(network, block.to(device), cell, gene)
-        by_cell = answers.view(n_cells, len(genes))
+        cell = torch.arange(n_cells, device=device).repeat_interleave(n_genes)
+        token = hidden_tokens.repeat(n_cells)
+        answers = objective.predict_queries(network, block.to(device), cell, token)
+        by_cell = answers.view(n_cells, n_genes)
         blocks.append(by_cell.cpu().numpy())
     return np.maximum(np.concatenate(blocks), 0)
 
@@ -156,15 +157,16 @@ def _predict_masked(cells: PartlyHiddenCells, objective: MaskedValue) -> np.ndar
     """
     network = cells.network
     device = cells.device
-    genes = torch.from_numpy(cells.hidden_genes + len(SPECIAL))
+    hidden_tokens = torch.from_numpy(cells.hidden_genes + len(SPECIAL))
     n_cells = cells.counts.shape[0]
-    values = np.zeros((n_cells, len(genes)), np.float32)
+    values = np.zeros((n_cells, len(hidden_tokens)), np.float32)
     for batch in cells.tokenize():
         for micro_batch in split_batch(batch, cells.token_budget):
             tensors = to_tensors(micro_batch, device)
-            for first in range(0, len(genes), MASKED_GENES):
+            # predict the hidden genes MASKED_GENES at a time
+            for first in range(0, len(hidden_tokens), MASKED_GENES):
                 chosen = slice(first, first + MASKED_GENES)
-                masked = _add_masked(network, tensors, genes[chosen].to(device))
+                masked = _add_masked(network, tensors, hidden_tokens[chosen].to(device))
                 states = network.head(network.states(masked)[masked.target_tokens])
                 predicted = objective.predict_from_head(network, states, masked).float()
                 by_cell = predicted.view(len(micro_batch.cell_ids), -1)
@@ -172,21 +174,21 @@ def _predict_masked(cells: PartlyHiddenCells, objective: MaskedValue) -> np.ndar
     return np.maximum(values, 0)
 
 
-def _add_masked(network: Model, batch: Batch, genes: torch.Tensor) -> MaskedBatch:
-    """Add a token of each of `genes` to the end of every cell, and hide the values of these tokens.
+def _add_masked(network: Model, batch: Batch, added: torch.Tensor) -> MaskedBatch:
+    """Add the tokens `added` to the end of every cell, and hide the values of these tokens.
 
-    `genes` are token ids. No cell may have a token of them before.
+    `added`, (added tokens,), are token ids. No cell may have any of these tokens before.
     """
-    n_genes = len(genes)
-    extended = add_tokens(batch, 0, n_genes, PAD_TOKEN)
-    # positions of the added tokens, (cells, genes): the last tokens of each cell
+    n_added = len(added)
+    extended = add_tokens(batch, 0, n_added, PAD_TOKEN)
+    # positions of the added tokens, (cells, added tokens): the last tokens of each cell
     ends = extended.cu_seqlens[1:, None].long()
-    positions = ends - n_genes + torch.arange(n_genes, device=ends.device)
-    genes_of_cells = genes.repeat(len(batch.lengths))
-    token_ids = extended.token_ids.index_copy(0, positions.flatten(), genes_of_cells)
+    positions = ends - n_added + torch.arange(n_added, device=ends.device)
+    added_to_cells = added.repeat(len(batch.lengths))
+    token_ids = extended.token_ids.index_copy(0, positions.flatten(), added_to_cells)
     # the view adds tokens that the model's family needs, so the positions have changed
     view = network.view(replace(extended, token_ids=token_ids), seed=0, step=0)
-    is_added = torch.isin(view.token_ids, genes)
+    is_added = torch.isin(view.token_ids, added)
     target_tokens = is_added.nonzero().flatten()
     return MaskedBatch.from_batch(
         view,

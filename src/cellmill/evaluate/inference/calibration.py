@@ -68,7 +68,7 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
     logits = logits.astype(np.float64)
     # divide the logits of each fold by the temperature that is fitted on the other folds
     fold_of_cell = np.arange(len(labels)) % FOLDS
-    scaled = logits.copy()
+    scaled = logits.copy()  # logits divided by the temperature of the other folds
     for fold in range(min(FOLDS, len(labels))):
         is_left_out = fold_of_cell == fold
         if not is_left_out.all():
@@ -77,18 +77,20 @@ def calibrate(logits: np.ndarray, labels: np.ndarray) -> Calibration:
         logits, labels
     )
     temperature = fit_temperature(logits, labels) if lowers_error else 1.0
+
+    # accuracy of the cells that each threshold keeps
     confidence, is_right = confidence_and_correctness(logits / temperature, labels)
-    # mark the cells that each threshold keeps, (cells, N_THRESHOLDS)
-    above = confidence[:, None] >= np.arange(N_THRESHOLDS) / N_THRESHOLDS
-    accuracy = [float(is_right[chosen].mean()) if chosen.any() else None for chosen in above.T]
+    # (cells, N_THRESHOLDS): True for the cells that a threshold keeps
+    is_kept = confidence[:, None] >= np.arange(N_THRESHOLDS) / N_THRESHOLDS
+    accuracies = [float(is_right[kept].mean()) if kept.any() else None for kept in is_kept.T]
     return Calibration(
         temperature=temperature,
         n_cells=len(labels),
         accuracy=float(is_right.mean()),
         calibration_error=expected_calibration_error(confidence, is_right),
         calibration_error_uncalibrated=calibration_error_of_logits(logits, labels),
-        accuracy_above=accuracy,
-        labelled_above=above.mean(axis=0).tolist(),
+        accuracy_above=accuracies,
+        labelled_above=is_kept.mean(axis=0).tolist(),
     )
 
 

@@ -88,6 +88,8 @@ def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainin
     queue = deque([("", model, False)])
     while queue:
         name, training, is_covered = queue.popleft()
+
+        # the cells of this model
         if training.manifest is not None:
             manifests[training.manifest.fingerprint] = training.manifest
         if training.digests is not None:
@@ -97,6 +99,8 @@ def _add_ancestors(model: _OwnTrainingCells, visited: set[Path]) -> KnownTrainin
                 missing += training.digests.unknown
             elif training.manifest is None:
                 missing.append(name)
+
+        # its ancestors
         for earlier, folder in training.ancestors:
             ancestor = _OwnTrainingCells(None, "no such folder", [])
             if folder is not None:
