@@ -64,7 +64,9 @@ from cellmill.models.objectives.shared.calibration import softmax
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 VOTE = "vote of donors"  # name of the atlas's classifier
-NONE = "none of these"  # label of a refused cell
+NONE = (
+    "none of these"  # stands for the label of a refused cell, and of any other cell without a label
+)
 INNER_FOLDS = 5  # at most this many folds of the fitted cells tell what novelty is usual
 # Novelty of a cell without neighbours in the atlas. Such a cell is more novel than any other, and AUROC
 # needs finite numbers.
@@ -72,13 +74,16 @@ MAX_NOVELTY = float(np.finfo(np.float32).max)
 # In a fold, a type is left out only if at least this many tested cells have the type, and at least this
 # many have another type.
 MIN_TESTED = 5
+# Seconds for each cell of one fold and one kind of features. The cell is put into an atlas or mapped to the
+# atlas, and regressions are fitted on it or applied to it.
+MAP_CELL_S = 1e-4
 
 
 @dataclass(frozen=True)
 class MappedCells:
     """Some cells as one method maps them."""
 
-    labels: np.ndarray  # (cells,) text; NONE for a refused cell
+    labels: np.ndarray  # (cells,) text; NONE for a cell without a label
     is_refused: np.ndarray  # (cells,) bool
     novelty: np.ndarray  # (cells,) float64
     can_refuse: bool = True  # False if no fitted cell tells what novelty is usual
@@ -243,8 +248,7 @@ class MapCells(Task):
         )
         # `cell_features` returns three features without ALL_GENES, and one more for each external model
         n_maps = n_folds * (1 + n_types) * (3 + sizes.n_external)
-        # 1e-4 seconds for each cell to make an atlas of it or to map it, and to fit and use the regressions
-        return sizes.features_s(n) + n_maps * 1e-4 * n
+        return sizes.features_s(n) + n_maps * MAP_CELL_S * n
 
     def _map_new_type(
         self, cells: LabelledVectors, fitted: np.ndarray, tested: np.ndarray, new_type: str

@@ -39,6 +39,12 @@ PRINCIPAL = ScoredMethod(f"PCA{COMPONENTS}")
 CORRECTED = ScoredMethod(f"PCA{COMPONENTS}, Harmony")
 # vectors of normal random numbers
 RANDOM = ScoredMethod("random")
+# Seconds to measure the vectors of one method: METHOD_S in any case, NEIGHBOR_S for each neighbour of each
+# cell, and PAIR_S for each pair of cells.
+METHOD_S = 0.1
+NEIGHBOR_S = 5e-7
+PAIR_S = 1.5e-8
+HARMONY_CELL_S = 5e-4  # seconds of Harmony for each cell
 
 
 class CellsOfBatches(NamedTuple):
@@ -83,9 +89,8 @@ class Integration(Task):
         n = sizes.count_cells(MAX_LABELLED_CELLS)
         # `collect_vectors` returns five methods, one more with Harmony, and one for each external model
         n_methods = 5 + sizes.n_external + self.config.harmony
-        harmony_s = 5e-4 * n if self.config.harmony else 0.0
-        # seconds to measure one method: the second term is for neighbours, the third for all pairs of cells
-        measures_s = 0.1 + 5e-7 * n * self.config.neighbors + 1.5e-8 * n**2
+        harmony_s = HARMONY_CELL_S * n if self.config.harmony else 0.0
+        measures_s = METHOD_S + NEIGHBOR_S * n * self.config.neighbors + PAIR_S * n**2
         return sizes.features_s(n) + sizes.components_s(n) + harmony_s + n_methods * measures_s
 
     def _choose_cells(self, context: Context) -> CellsOfBatches:
