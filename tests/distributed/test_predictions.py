@@ -4,6 +4,7 @@ that it reads.
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from cellmill import open_cells
 from cellmill.cli import main
@@ -19,8 +21,15 @@ from cellmill.config.run import Embed
 from cellmill.data.inputs.formats import open_counts
 from cellmill.data.shards.index import CellColumns
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.batch import Batch
+from cellmill.data.stream.cell_stream import CellStream
+from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.errors import UserError
+from cellmill.evaluate.inference import calibration
+from cellmill.evaluate.inference.calibration import keep_cells
 from cellmill.evaluate.inference.embed import embed_cells, load_for_inference
+from cellmill.models.batch import to_tensors
+from cellmill.models.export import load_model
 from cellmill.stages.training_inputs import fit_options
 from tests.distributed import cases, conformance
 from tests.distributed.conftest import options
@@ -97,6 +106,38 @@ def test_labels_are_predicted_at_the_validation_temperature(
     np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
     np.testing.assert_array_equal(probabilities.max(1), found.obs["cellmill_probability"])
     assert found.uns["cellmill_prediction"]["temperature"] == calibration["temperature"]
+
+
+def test_kept_cells_have_the_vectors_of_all_cells(model: Path, corpus: str) -> None:
+    network = load_model(model)[0]
+    lengths = [3, 0, 5, 2]
+    ids = np.arange(sum(lengths)) + 2
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    batch = Batch(ids, ids.astype(np.float32), ends, np.arange(4))
+    is_kept = np.array([True, False, False, True])
+    kept = keep_cells(batch, is_kept)
+    assert kept.lengths == [3, 2]
+    with torch.inference_mode():
+        every, some = (network.embed(to_tensors(cells)) for cells in (batch, kept))
+    torch.testing.assert_close(some, every[torch.from_numpy(is_kept)])
+
+
+def test_a_large_model_is_calibrated_on_the_first_cells(
+    trained: Path, corpus: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "MAX_FLOPS", 1.0)  # the first micro-batch
+    monkeypatch.setattr(calibration, "CellStream", partial(_in_small_batches, CellStream))
+    relative = os.path.relpath(f"{corpus}/shards/manifest.json", trained.parent)
+    few = _exported(trained, corpus, relative, tmp_path)
+    n_cells = [
+        json.loads((folder / "config.json").read_text())["classifier"]["calibration"]["n_cells"]
+        for folder in (few, model)
+    ]
+    assert 0 < n_cells[0] < n_cells[1]
+
+
+def _in_small_batches(make: Any, *words: Any, **named: Any) -> Any:
+    return make(*words[:3], MicroBatchRule(100), **named)
 
 
 def test_missing_shards_leave_probabilities_uncalibrated(

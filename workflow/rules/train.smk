@@ -167,6 +167,7 @@ rule consolidate:
         "results/benchmarks/consolidate/{run}{at}.tsv"
     conda:
         "../../envs/cellmill.yaml"
+    threads: 4  # to embed validation cells
     resources:
         mem_mb=sized(8000),  # the model's weights
         runtime=sized(60),

@@ -19,10 +19,12 @@ import torch
 
 from cellmill.config.options import TrainOptions
 from cellmill.data.shards.manifest import Manifest
+from cellmill.data.stream.batch import Batch
 from cellmill.data.stream.batch_maker import BatchFields
 from cellmill.data.stream.cell_stream import CellStream, SplitSource
 from cellmill.data.stream.micro_batches import MicroBatchRule
 from cellmill.data.stream.order import OrderOptions
+from cellmill.files import progress
 from cellmill.models.batch import to_tensors
 from cellmill.models.family import Model
 from cellmill.models.objective import Objective
@@ -38,6 +40,7 @@ N_THRESHOLDS = 100  # a calibration has the thresholds 0, 1 / N_THRESHOLDS, 2 / 
 # A temperature is between 1 / MAX_TEMPERATURE and MAX_TEMPERATURE. Without bounds, there is no best
 # temperature if all cells are classified correctly.
 MAX_TEMPERATURE = 100.0
+MAX_FLOPS = 1e14  # of the embedding of validation cells, 2 per token and parameter of the blocks
 NO_VALIDATION = "the run had no labelled validation cells"
 CELL_BLOCK = 65_536  # logits of at most this many cells are computed at once
 FOLDS = 5  # number of parts of the cells; each is left out once to see whether a temperature helps
@@ -145,16 +148,26 @@ def run_head(
     return np.concatenate([head(model, part.to(device)).cpu().numpy() for part in parts])
 
 
+def keep_cells(batch: Batch, is_kept: np.ndarray) -> Batch:
+    """Return the cells of a batch that a mask has, (cells,) bool."""
+    lengths = np.diff(batch.cu_seqlens)
+    kept = {"cell": is_kept, "token": np.repeat(is_kept, lengths)}
+    cu_seqlens = np.cumsum([0, *lengths[is_kept]], dtype=np.int32)
+    return batch.map(lambda axis, array: array[kept[axis.name]], cu_seqlens=cu_seqlens)
+
+
 def calibrate_head(
     model: Model, options: TrainOptions, manifest: Path, objective: Classification
 ) -> Calibration | None:
     """Calibrate the head `objective` on the labelled validation cells of its run; None without such cells.
 
-    The model must be on the CPU. `options` are the options of the run, and `manifest` is the path of the
-    manifest of the run's shards.
+    Of large models the first cells are used, as many as MAX_FLOPS allow; shards are shuffled. `options`
+    are the options of the run, and `manifest` is the path of the manifest of the run's shards.
     """
-    if Manifest.read(manifest).splits["val"].n_obs == 0:
+    n_cells = Manifest.read(manifest).splits["val"].n_obs
+    if n_cells == 0:
         return None
+    n_cells = min(n_cells, options.train.val_cells or n_cells)
     stream = CellStream(
         SplitSource(manifest, "val", options.train.val_cells),
         OrderOptions(
@@ -166,19 +179,33 @@ def calibrate_head(
         in_rank_order=options.model.reads_token_order,
     )
     column = [*options.obs_columns()].index(objective.config.label_column)
+    device = next(model.parameters()).device
+    blocks = model.get_submodule(model.plan.blocks)
+    n_parameters = sum(parameter.numel() for parameter in blocks.parameters())
+    max_tokens = MAX_FLOPS / max(2 * n_parameters, 1)
+    n_tokens = 0
     vectors = []
     labels = []
+    batches = progress(
+        chain.from_iterable(stream), "calibration", n_cells, size=lambda batch: len(batch.cell_ids)
+    )
     with torch.inference_mode():
-        for batch in chain.from_iterable(stream):
+        for batch in batches:
             assert batch.levels is not None
             # code of each cell's label: 0 is an unknown label, and the code after the last label a missing one
             level = batch.levels[:, column]
             is_known = (level > 0) & (level <= len(objective.label_names))
             is_known &= np.diff(batch.cu_seqlens) > 0
-            vectors.append(model.embed(to_tensors(batch)).float().numpy()[is_known])
+            if not is_known.any():
+                continue
+            batch = keep_cells(batch, is_known)
+            vectors.append(model.embed(to_tensors(batch, device)).float().cpu().numpy())
             labels.append(level[is_known].astype(np.int64) - 1)
+            n_tokens += len(batch.token_ids)
+            if n_tokens > max_tokens:
+                break
     stream.close()
-    class_ids = np.concatenate(labels)
-    if not len(class_ids):
+    if not labels:
         return None
-    return calibrate(run_head(model, np.concatenate(vectors), objective.predict), class_ids)
+    logits = run_head(model, np.concatenate(vectors), objective.predict)
+    return calibrate(logits, np.concatenate(labels))
