@@ -64,9 +64,7 @@ from cellmill.models.objectives.shared.calibration import softmax
 from cellmill.runs.results import ScoredMethod, TaskResult
 
 VOTE = "vote of donors"  # name of the atlas's classifier
-NONE = (
-    "none of these"  # stands for the label of a refused cell, and of any other cell without a label
-)
+NONE = "none of these"  # stands in for the label of a cell without a label, such as a refused cell
 INNER_FOLDS = 5  # at most this many folds of the fitted cells tell what novelty is usual
 # Novelty of a cell without neighbours in the atlas. Such a cell is more novel than any other, and AUROC
 # needs finite numbers.
@@ -74,8 +72,8 @@ MAX_NOVELTY = float(np.finfo(np.float32).max)
 # In a fold, a type is left out only if at least this many tested cells have the type, and at least this
 # many have another type.
 MIN_TESTED = 5
-# Seconds for each cell of one fold and one kind of features. The cell is put into an atlas or mapped to the
-# atlas, and regressions are fitted on it or applied to it.
+# Seconds to map the tested cells of a fold once, by one kind of features, for each tested or fitted cell.
+# Making the atlas and fitting the regressions are included.
 MAP_CELL_S = 1e-4
 
 
