@@ -129,6 +129,13 @@ def expression_atlas(folder: Path) -> None:
     write_names(folder / f"{matrix}_cols", CELLS)
 
 
+def rows_of_r(folder: Path) -> None:
+    """Names of rows and columns, as R calls them, whose rows are genes."""
+    write_mtx(folder / "matrix.mtx")
+    write_names(folder / "rows.txt", GENES)
+    write_names(folder / "cols.txt", CELLS)
+
+
 def bcbio(folder: Path) -> None:
     write_mtx(folder / "tagcounts.mtx")
     write_names(folder / "tagcounts.mtx.rownames", GENES)
@@ -241,6 +248,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "Expression Atlas": (expression_atlas, ""),
     "Expression Atlas's file": (expression_atlas, "E-MTAB-1.aggregated_filtered_counts.mtx"),
     "bcbio": (bcbio, ""),
+    "rows and columns of R": (rows_of_r, ""),
     "quotes of R": (quoted, ""),
     "barcodes of write.csv": (csv_barcodes, ""),
     "tables of Excel": (excel, ""),

@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 
 from cellmill.data.inputs.text.tables import (
+    AXES,
     BARCODE,
     CELLS,
     GENES,
@@ -45,8 +46,8 @@ from cellmill.errors import DataError
 
 _MAX_TABLES = 40  # tables of one matrix
 _LISTS = {  # words in the names of tables that have the order of their matrix
-    GENES: {"gene", "genes", "feature", "features", "cols"},
-    CELLS: {"barcode", "barcodes", "rows"},
+    GENES: {"gene", "genes", "feature", "features", *AXES},
+    CELLS: {"barcode", "barcodes", *AXES},
 }
 _NUMBER = r"(?i)[-+]?\d*\.?\d*(e[-+]?\d+)?|na|nan|<na>|[-+]?inf"  # or no value
 _USUAL = {GENES: "features.tsv", CELLS: "barcodes.tsv"}

@@ -35,6 +35,7 @@ WORDS = {  # in the name of a file
     CELLS: {"barcode", "barcodes", "cell", "cells", "obs", "rows", "metadata", "samples", "meta"},
 }
 _VAGUE_WORDS = ("metadata", "meta")
+AXES = ("rows", "cols")  # words for cells and genes in alevin, and the other way round in R
 _HEADERS = frozenset(
     """
     gene genes gene_id gene_ids geneid gene_name gene_names genename gene_symbol symbol symbols hgnc_symbol
@@ -98,7 +99,9 @@ class TextTable:
         words = name_words(self.path)
         named_roles: list[str | None] = []
         for before, word in pairwise(["", *words]):
-            if word in WORDS[GENES]:
+            if word in AXES and self.content() is not None:
+                named_roles.append(self.content())
+            elif word in WORDS[GENES]:
                 named_roles.append(GENES)
             # gene-metadata has genes, and so may have the cells of genes.mtx
             elif word in _VAGUE_WORDS and before in WORDS[GENES]:
