@@ -165,6 +165,30 @@ def test_rows_named_by_long_numbers_are_cells(digits: int, tmp_path: Path) -> No
     assert read(path) == {(cells[c], symbols[g]): count for (c, g), count in TRUTH.items()}
 
 
+@pytest.mark.parametrize("form", ["cell_{}", "Cell {}", "spot.{}"])
+def test_numbered_cells_of_a_panel_are_cells(form: str, tmp_path: Path) -> None:
+    """Symbols of a panel are rarely among the common ones."""
+    header, *rows = cells_in_rows(SYMBOLS)
+    rows = [[form.format(number), *row[1:]] for number, row in enumerate(rows)]
+    with open_counts(write_table(",", [header, *rows])(tmp_path)) as reader:
+        assert reader.obs_names.tolist() == [row[0] for row in rows]
+        assert [*reader.var_names] == SYMBOLS
+
+
+def test_a_table_that_does_not_show_its_cells_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, *rows = cells_in_rows(SYMBOLS)
+    rows = [[f"s{number}x", *row[1:]] for number, row in enumerate(rows)]
+    path = write_table(",", [header, *rows])(tmp_path)
+    with open_counts(path) as reader:
+        assert reader.obs_names.tolist() == SYMBOLS
+    note = "genes are in rows, cells in columns; if it is the other way round, name the first column cell"
+    assert capsys.readouterr().err == f"{path}: {note}\n"
+    with open_counts(write_table(",", [["cell", *header[1:]], *rows])(tmp_path)) as reader:
+        assert [*reader.var_names] == SYMBOLS
+
+
 @pytest.mark.parametrize("start", [0, 1])
 def test_rows_with_numbers_only_are_cells(start: int, tmp_path: Path) -> None:
     """Cells without names, and genes of a panel that none of the common ones is in."""

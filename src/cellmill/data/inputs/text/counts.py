@@ -1,9 +1,9 @@
 """Tables of counts in text: .csv, .tsv or .txt, plain or gzip.
 
 GEO, featureCounts and umi_tools have them. A table has a header and a column of names. Genes are in
-rows or in columns: whichever names have more Ensembl ids, common symbols or, the other way round,
-barcodes and long numbers. Tables are read in blocks of rows; genes in rows are transposed on disk.
-`long_tables.py` reads tables with a count a line.
+rows or in columns, as the header of the rows' names says, else whichever names have more Ensembl ids,
+common symbols or, the other way round, barcodes and numbers of cells. Tables are read in blocks of
+rows; genes in rows are transposed on disk. `long_tables.py` reads tables with a count a line.
 """
 
 import re
@@ -37,8 +37,8 @@ _COMMON = frozenset(
     actb gapdh malat1 b2m rplp0 rpl13 rps27 eef1a1 tmsb4x ftl fth1 vim cd74 mt-co1 mt-nd1 hsp90ab1 tubb tp53 myc ptprc
     """.split()
 )
-# MERSCOPE names its cells so; numbers of genes (Entrez) have at most 10 digits
-_LONG_NUMBER = re.compile(r"\d{11,}")
+# MERSCOPE names its cells by long numbers; numbers of genes (Entrez) have at most 10 digits
+_NUMBERED_CELL = re.compile(r"(?i)\d{11,}|(?:cell|nucleus|spot)[-_. ]?\d+")
 
 
 def _open_table(path: Path, file: Any, counts: str) -> CountSource:
@@ -58,13 +58,19 @@ def _open_table(path: Path, file: Any, counts: str) -> CountSource:
     sure = [column for column in described if column not in likely_genes]
     # without texts, rows that are numbered have no names of genes
     is_named = layout.names is not None and (sure or not is_numbering(rows[name]))
-    genes_in_rows = is_named and _are_genes(rows[name].tolist(), columns, name)
+    likeness = [_likeness_to_genes(rows[name].tolist()), _likeness_to_genes(columns)]
+    is_said = name.lower() in (*CELL, *GENE)
+    # as in most tables, if neither shows it
+    are_genes = name.lower() in GENE if is_said else likeness[0] >= likeness[1]
+    genes_in_rows = is_named and are_genes
     if genes_in_rows:
         var, _ = gene_frame(rows.set_axis(["", *described], axis=1))
         obs = named_frame(columns)
         missing: list[str] = []
         written: dict[str, Any] = {}
         note = "genes are in rows, cells in columns"
+        if not is_said and likeness[0] == likeness[1]:
+            note += "; if it is the other way round, name the first column cell"
     else:
         layout = layout.with_genes_in_columns()
         described = sure
@@ -107,20 +113,9 @@ def _read_rows(layout: TableLayout) -> pd.DataFrame:
     return rows
 
 
-def _are_genes(rows: Sequence[str], columns: Sequence[str], header: str) -> bool:
-    """Return True if genes are in rows.
-
-    The header of their names decides, else the names of rows and columns. If neither shows it, the
-    answer is True, as in most tables.
-    """
-    if header.lower() in (*CELL, *GENE):
-        return header.lower() in GENE
-    return _likeness_to_genes(rows) >= _likeness_to_genes(columns)
-
-
 def _likeness_to_genes(names: Sequence[str]) -> float:
     n_ids = sum(bool(ENSEMBL.search(name)) for name in names)
-    n_cells = sum(bool(BARCODE.search(name) or _LONG_NUMBER.fullmatch(name)) for name in names)
+    n_cells = sum(bool(BARCODE.search(name) or _NUMBERED_CELL.fullmatch(name)) for name in names)
     n_common = sum(name.partition("|")[0].lower() in _COMMON for name in names)
     return (n_ids - n_cells) / max(1, len(names)) + 0.1 * min(n_common, 5)
 
