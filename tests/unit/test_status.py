@@ -383,7 +383,9 @@ def test_squeue_is_asked_once_a_minute_for_stages(
             ended.set()
             threading.Event().wait()  # a daemon thread
 
-    def jobs(folder: Path) -> list[QueuedJob]:
+    def jobs(folder: Path, states: str = "") -> list[QueuedJob]:
+        if states:
+            return []
         state = JobState("PENDING", "Priority")
         return [QueuedJob(job_id, state, "embed", "30:00", "1") for job_id in next(queued)]
 
@@ -428,6 +430,23 @@ def test_a_reason_is_repeated_only_if_it_comes_back(tmp_path: Path) -> None:
         "soon as enough nodes are free"
     )
     assert stage_lines(many) == [line]
+
+
+def test_a_preempted_job_that_stays_so_is_named_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    watch = StageWatch(tmp_path, said.append)
+    earlier, requeued, cancelled = (
+        QueuedJob(job_id, JobState("PREEMPTED"), "embed", "30:00", "1") for job_id in "678"
+    )
+    watch.look_at_preempted([earlier])
+    watch.look_at_preempted([earlier, requeued, cancelled])
+    assert said == []
+    for _ in range(2):
+        watch.look_at_preempted([earlier, cancelled])
+    assert said == [
+        "stage embed: job 8: SLURM preempted it and does not requeue it, but Snakemake waits for it without end; press "
+        "Ctrl-C, and run the same command again"
+    ]
 
 
 LIMIT = "a limit of yours, "

@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,11 +24,15 @@ SOON_S = 15.0  # until the next look if a job has begun to pend
 SHOWN_IDS = 5
 
 
-def stage_jobs(folder: Path) -> list[QueuedJob]:
-    """Queued jobs of the stages of the workflow in `folder`. Raise CommandError without an answer."""
+def stage_jobs(folder: Path, states: str = "") -> list[QueuedJob]:
+    """Jobs of the stages of the workflow in `folder` that are queued, or in one of some `states`.
+
+    Raise CommandError without an answer.
+    """
     jobs = []
     workflow = folder.resolve()
-    answer = ask(["squeue", "-a", "-h", "-u", str(os.getuid()), "-o", "%i|%T|%r|%l|%D|%k|%Z"])
+    words = ["squeue", "-a", "-h", "-u", str(os.getuid()), "-o", "%i|%T|%r|%l|%D|%k|%Z"]
+    answer = ask([*words, *(["-t", states] if states else [])])
     for line in answer.splitlines():
         cells = line.strip().split("|", 6)
         if len(cells) < 7:
@@ -134,7 +138,7 @@ def _real_log(path: Path) -> Path:
 
 
 class StageWatch:
-    """Daemon thread that says why stages wait.
+    """Daemon thread that says why stages wait, and which jobs Snakemake waits for without end.
 
     Each stage and reason once, and again if it comes back.
     """
@@ -144,6 +148,7 @@ class StageWatch:
         self.tell = tell
         self._reported = set[tuple[str, str]]()
         self._before = set[str]()
+        self._preempted: Counter[str] | None = None  # looks in which a job was PREEMPTED, by id
 
     def start(self) -> None:
         """Begin to watch, if there is a SLURM."""
@@ -155,6 +160,7 @@ class StageWatch:
                 before = self._before
                 with suppress(CommandError):  # the plugin reports it
                     self.look(stage_jobs(self.folder))
+                    self.look_at_preempted(stage_jobs(self.folder, "PREEMPTED"))
                 pause_s = SOON_S if self._before - before else WATCH_S
 
         if shutil.which("squeue") is not None:
@@ -173,3 +179,19 @@ class StageWatch:
         self._reported &= reasons
         self._reported |= {(job.name, job.state.reason) for job in late}
         self._before = {job.job_id for job in waiting}
+
+    def look_at_preempted(self, jobs: Sequence[QueuedJob]) -> None:
+        """Report each job that is PREEMPTED in two looks: it is not requeued, but the plugin waits.
+
+        Those of the first look are jobs of an earlier Snakemake.
+        """
+        if self._preempted is None:
+            self._preempted = Counter({job.job_id: 2 for job in jobs})
+            return
+        self._preempted.update(job.job_id for job in jobs)
+        for job in jobs:
+            if self._preempted[job.job_id] == 2:
+                self.tell(
+                    f"stage {job.name}: job {job.job_id}: SLURM preempted it and does not requeue it, but Snakemake "
+                    "waits for it without end; press Ctrl-C, and run the same command again"
+                )
