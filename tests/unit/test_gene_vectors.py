@@ -226,6 +226,16 @@ def test_an_unusable_table_is_refused_in_one_line(case: str, tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_a_header_of_r_lacks_the_first_name(tmp_path: Path) -> None:
+    path = tmp_path / "v.tsv"
+    path.write_text('"V1"\t"V2"\n"TP53"\t0.5\t0.25\n"CD4"\t1\t2\n')  # of write.table
+    found = read_vectors(path, [("x", "CD4"), ("y", "TP53")])
+    assert found.tolist() == [[1, 2], [0.5, 0.25]]
+    path.write_text("gene\tV1\nTP53\t1\nCD4\t1\t2\n")
+    with pytest.raises(DataError, match="line 3: expected 2 columns as in the first line"):
+        read_vectors(path, [("x", "CD4")])
+
+
 def test_a_gene_without_a_vector_has_nan(tmp_path: Path) -> None:
     path = write_table(
         tmp_path / "a.csv",

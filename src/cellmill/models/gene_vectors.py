@@ -130,15 +130,21 @@ def read_vectors(path: Path, genes: Sequence[tuple[str, ...]]) -> Tensor:
 
 
 def _read_table(path: Path) -> tuple[list[str], Tensor]:
-    """Read a gene and its numbers per line; a first line without numbers is a header."""
-    names = []
+    """Read a gene and its numbers per line; a first line without numbers is a header.
+
+    A header may lack the name of the first column.
+    """
+    names: list[str] = []
     rows = []
     width = 0
+    has_header = False
     separator, separated = ("\t", "tabs") if path.suffix == ".tsv" else (",", "commas")
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator)
         for fields in filter(None, reader):
             is_first = not width
+            if len(fields) == width + 1 and not names and has_header:
+                width += 1  # the header has no name of the first column, as R writes it
             width = width or len(fields)
             line = f"{path}, line {reader.line_num}"
             if len(fields) != width or width < 2:
@@ -152,6 +158,7 @@ def _read_table(path: Path) -> tuple[list[str], Tensor]:
                 rows.append(np.array(fields[1:], np.float32))
             except ValueError:
                 if is_first:
+                    has_header = True
                     continue
                 problem = f"{fields[0]!r} has a value that is not a number; correct it or leave the gene out"
                 raise DataError(f"{line}: {problem}") from None
