@@ -251,14 +251,25 @@ class HfConfig(FamilyConfig):
             )
 
 
+CACHE_VARIABLES = {
+    "XDG_CACHE_HOME": "",
+    "HF_HOME": "/huggingface",
+    "HUGGINGFACE_HUB_CACHE": "/hub",
+    "HF_HUB_CACHE": "",
+}
+"""Variables that name the cache of the hub, the last one counts; what each adds to the one before."""
+
+
 def model_folder(path: str, revision: str | None) -> Path:
     """The folder at `path`, or the snapshot of the hub name `path` in the cache. Raise ValueError."""
     folder = Path(path)
     if folder.is_dir():
         return folder
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-    cache = hub / f"models--{path.replace('/', '--')}"
+    # as the package huggingface_hub finds it
+    hub = "~/.cache"
+    for name, default in CACHE_VARIABLES.items():
+        hub = os.environ.get(name, hub + default)
+    cache = Path(os.path.expandvars(hub)).expanduser() / f"models--{path.replace('/', '--')}"
     name = revision or "main"
     pointer = cache / "refs" / name
     commit = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else name
