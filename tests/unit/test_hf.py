@@ -1,6 +1,9 @@
 """Family hf: transformers' own models behind the contract, with their inputs, weights and head."""
 
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,14 @@ from cellmill.cli import main
 from cellmill.config.checks import check_together
 from cellmill.config.load import check_options
 from cellmill.config.options import TrainOptions
+from cellmill.config.parts.families import model_folder
 from cellmill.config.parts.family import FamilyConfig
 from cellmill.config.parts.objective import ObjectiveConfig
 from cellmill.config.parts.tokens import RESIDUES, SPECIAL, Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
 from cellmill.data.stream.batch import Batch, empty_batch
 from cellmill.errors import ConfigError, DataError
+from cellmill.evaluate.evaluated_model import EvaluatedModel
 from cellmill.finetune.method import Depth
 from cellmill.models.batch import to_tensors
 from cellmill.models.build import ModelSpec, build
@@ -334,6 +339,47 @@ def test_a_hub_name_is_looked_up_in_the_cache_at_its_revision(
         ValueError, match=r"snapshots/v2 does not exist; run: hf download facebook/esm2"
     ):
         FamilyConfig.model_validate({"family": "hf", "path": "facebook/esm2", "revision": "v2"})
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"XDG_CACHE_HOME": "{}/x"},
+        {"HF_HOME": "$SCRATCH/hf"},
+        {"XDG_CACHE_HOME": "{}/x", "HUGGINGFACE_HUB_CACHE": "{}/old"},
+        {"HF_HOME": "{}/hf", "HF_HUB_CACHE": "{}/hub", "HUGGINGFACE_HUB_CACHE": "{}/old"},
+    ],
+)
+def test_the_cache_is_where_huggingface_hub_has_it(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    code = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    snapshot = Path(done.stdout.strip(), "models--a--b/snapshots/v1")
+    snapshot.mkdir(parents=True)
+    assert model_folder("a/b", "v1") == snapshot
+
+
+def test_the_untrained_row_of_a_pretrained_model_is_random(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "esm"
+    shutil.copytree(folder, path)
+    VOCABULARY.write(tmp_path / "vocabulary.tsv")
+    model: dict[str, Any] = dict.fromkeys(SMALL) | {"family": "hf", "objective": "masked_gene"}
+    model |= {"path": str(path)}
+    exported = export_model(tmp_path / "model", tmp_path / "vocabulary.tsv", TOKENS, **model)
+    shutil.rmtree(path)  # as on another machine
+    network, vocabulary, config = load_model(exported)
+    manifest: Any = None
+    evaluated = EvaluatedModel(
+        network, config, vocabulary, Tokens.model_validate(TOKENS), manifest, 0
+    )
+    ours, untrained = network.embed(batch()), evaluated.untrained.embed(batch())
+    assert (ours - untrained).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,10 @@ class EvaluatedModel:
     @cached_property
     def untrained(self) -> Model:
         """A model of the same architecture with the initial weights of `seed`, on the same device."""
-        model = to_empty(build(spec_of(self.config, self.vocabulary.n_genes)), "cpu")
+        config = dict(self.config)
+        if "weights" in config["model"]:  # of family hf, whose initial weights are pretrained
+            config["model"] = config["model"] | {"weights": "random"}
+        model = to_empty(build(spec_of(config, self.vocabulary.n_genes)), "cpu")
         device = next(self.network.parameters()).device
         materialize(model, device, initial_tensors(model, self.seed, None, self.vocabulary))
         return model.eval()
