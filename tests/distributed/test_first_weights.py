@@ -161,3 +161,32 @@ def test_a_rank_reads_only_its_part_of_the_first_weights(
         assert sum(rank["read"] for rank in found) <= found[0]["all"], (
             "the ranks together read the model once"
         )
+
+
+FROZEN = "never trains the random vectors of the genes that"
+
+
+@pytest.mark.parametrize(
+    ("finetune", "is_warned"),
+    [
+        ({"method": "lora"}, True),
+        ({"method": "head_only"}, True),
+        ({"method": "lora", "new_genes": "mean"}, False),
+        ({"method": "full"}, False),
+    ],
+)
+def test_random_rows_that_never_train_are_named(
+    alone: None,
+    tmp_path: Path,
+    finetune: dict[str, str],
+    is_warned: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = options({}, model={"objective": "masked_gene"}) | {"finetune": finetune}
+    export(given, tmp_path)
+    mesh = build_mesh(TrainOptions.model_validate(given).parallel, 1, "cpu")
+    build_model(TrainOptions.model_validate(given), OURS, str(tmp_path), mesh, {})
+    printed = capsys.readouterr().out
+    assert (FROZEN in printed) == is_warned
+    if is_warned:  # the first 10 of 61 genes
+        assert f"{finetune['method']} {FROZEN} {tmp_path} lacks, 16.4% of those" in printed

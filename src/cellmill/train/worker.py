@@ -200,12 +200,23 @@ def build_model(
         if options.finetune.new_genes == "mean":
             mean_rows = mean_gene_rows(spec, weights, mesh.device)
     parts: dict[int, Model] = {}
+    frozen_rows: set[str] = set()
     for stage in list_stages(mesh.pp.get_local_rank(), parallel):
         method = load_method(options.finetune)
         part = build(spec, method.transform)
         parts[stage] = part
         check_trains(method, (plain_name(name) for name, _ in part.named_parameters()))
-        parallelize(part, parallel, mesh, stage=stage, trains=make_is_trained(method, part))
+        is_trained = make_is_trained(method, part)
+        parallelize(part, parallel, mesh, stage=stage, trains=is_trained)
+        frozen_rows |= {name for name in part.gene_rows - {TABLE} if not is_trained(name)}
+    is_random = weights is not None and options.finetune.new_genes == "random"
+    if is_random and dist.get_rank() == 0 and frozen_rows and genes.n_known < genes.n_genes:
+        print(
+            f"warning: finetune.method {options.finetune.method} never trains the random vectors of the genes that "
+            f"{weights} lacks, {1 - genes.expressed_frac:.1%} of those that a cell expresses; set "
+            "finetune.new_genes to mean, or another method",
+            flush=True,
+        )
     fixed = {}
     path = getattr(options.model, "gene_vectors", None)
     if path is not None:
