@@ -103,6 +103,43 @@ def test_a_list_names_cells_and_tables_label_them(
     assert (said in capsys.readouterr().err) == is_left_out
 
 
+LABELS = [f"kind{number % 3}" for number in range(N)]
+# header and rows of a table; then labels of the cells
+OTHER_SIZES: dict[str, tuple[str, list[list[str]], list[str | None]]] = {
+    "some": ("barcode,kind", [CELLS[5:1:-1], LABELS[5:1:-1]], [None, None, *LABELS[2:6], *[None] * (N - 6)]),
+    "all and others": ("barcode,kind", [[*MERGED[:3], *CELLS], ["x"] * 3 + LABELS], [*LABELS]),
+    "a line of types": ("NAME,kind", [["TYPE", *CELLS], ["group", *LABELS]], [*LABELS]),
+    "as R writes it": (
+        '"","kind"', [[f'"{cell}"' for cell in CELLS[1:]], [f'"{kind}"' for kind in LABELS[1:]]],
+        [None, *LABELS[1:]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_SIZES)
+def test_a_table_of_other_cells_too_is_joined_by_name(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, columns, labels = OTHER_SIZES[case]
+    write(tmp_path, "matrix.mtx", CELLS, "metadata.csv", header, *columns)
+    with open_counts(tmp_path) as reader:
+        assert reader.obs_names.tolist() == CELLS
+        found = reader.obs["kind"].astype(object)
+        assert found.where(found.notna(), None).tolist() == labels
+    n_known = N - labels.count(None)
+    said = f"metadata.csv is joined by name: it has {len(columns[0])} rows, with {n_known} of {N} cells"
+    assert said in capsys.readouterr().err
+
+
+def test_a_table_of_cells_elsewhere_is_left_out_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "matrix.mtx", CELLS, "metadata.csv", "barcode,kind", MERGED[:5], LABELS[:5])
+    with open_counts(tmp_path) as reader:
+        assert not len(reader.obs.columns)
+    assert f"metadata.csv is left out: it has 5 rows for {N} cells\n" in capsys.readouterr().err
+
+
 def plain_symbols(folder: Path) -> None:
     """The list has made a repeated symbol unique, and the table has it twice."""
     symbols = [*SYMBOLS[:-1], SYMBOLS[0]]

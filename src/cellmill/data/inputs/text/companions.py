@@ -134,9 +134,13 @@ class _NamedRows:
         self.table = choices[0].tables[role]
         frames = {self.table.path: self.table.read(n)}
         further = {}
+        unfit = []
         for table in tables:
             is_named = table.role() == role or table.path in equal
-            if table.path in taken or not is_named or not table.fits(n):
+            if table.path in taken or not is_named:
+                continue
+            if not table.fits(n):
+                unfit.append(table)
                 continue
             try:
                 frames[table.path] = table.read(n)
@@ -163,6 +167,30 @@ class _NamedRows:
                     f"same ones in one order; name the table in the order of the matrix {wanted} (or .csv, .gz), or "
                     "move the other one away"
                 )
+
+        for table in unfit:
+            self._join_some(table, names)
+
+    def _join_some(self, table: TextTable, names: pd.Index) -> None:
+        """Add a table that has some of the cells, or others too; cells that it lacks get no values."""
+        n = table.n_rows()
+        try:
+            frame = table.read(n) if self._role == CELLS else pd.DataFrame()
+        except DataError as error:
+            self.notes.append(f"{table.path.name} is left out: {error}")
+            return
+        for column in frame:
+            values = pd.Index(frame[column], dtype=object)
+            n_known = int(names.isin(values).sum())
+            if values.is_unique and 2 * n_known > min(n, len(names)):
+                self.others.append(frame.drop(columns=[column]).set_axis(values).reindex(names))
+                self.notes.append(
+                    f"{table.path.name} is joined by name: it has {n:,} rows, with {n_known:,} of {len(names):,} cells"
+                )
+                return
+        self.notes.append(
+            f"{table.path.name} is left out: it has {n:,} rows for {len(names):,} {self._role}"
+        )
 
     def _names(self, frame: pd.DataFrame) -> pd.Index:
         return cell_frame(frame).index if self._role == CELLS else gene_frame(frame)[0].index
