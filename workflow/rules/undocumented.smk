@@ -100,8 +100,8 @@ def is_locked():
 
 
 def list_unrecorded():
-    """An output and the rule of each job with parameters that is up to date if these have not changed, which nobody knows:
-    Snakemake has no record of it. Empty until the jobs are known."""
+    """List an output and the rule of each job with parameters, of which Snakemake has no record. It is taken as up to date,
+    although nobody knows its parameters. The list is empty until the jobs are known."""
     dag = workflow.dag
     jobs = [] if dag is None else [job for job in dag.jobs if dag.reason(job).no_metadata and not dag.needrun(job)]
     return sorted((job.output[0], job.rule.name) for job in jobs if job.params)
