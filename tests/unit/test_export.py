@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
+import cellmill
 from cellmill.cli import main
 from cellmill.config.parts.tokens import Tokens
 from cellmill.data.genes.vocabulary import Vocabulary
@@ -330,6 +333,43 @@ def test_onnx_gives_the_models_vectors(tmp_path: Path, tokens: Any, model: Any) 
     about = session.get_modelmeta().custom_metadata_map
     assert about["vocabulary"].split("\n") == vocabulary.gene_ids
     assert json.loads(about["tokens"])["tokenizer"] == config["tokens"]["tokenizer"]
+
+
+@pytest.mark.parametrize("tokenizer", ["continuous", "rank"])
+def test_inputs_of_onnx_made_as_documented_embed_alike(tmp_path: Path, tokenizer: str) -> None:
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    n_genes, max_tokens = 40, 16
+    rng = np.random.default_rng(0)
+    genes = replace(_vocabulary(range(n_genes)), medians=rng.uniform(0.5, 5, n_genes).astype("f4"))
+    genes.write(tmp_path / "genes.tsv")
+    tokens = {"tokenizer": tokenizer, "max_tokens": max_tokens}
+    folder = export_model(tmp_path / "model", tmp_path / "genes.tsv", tokens)
+    out = tmp_path / "model.onnx"
+    assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(out)]) == 0
+    session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    about = session.get_modelmeta().custom_metadata_map
+    names = about["vocabulary"].split("\n")
+    medians = np.array(about["medians"].split("\n"), float)
+    counts = rng.poisson(3, (5, n_genes))
+    kept = np.argsort(-counts / medians, axis=1, kind="stable")[:, :max_tokens]
+    values = np.log1p(1e4 * counts / counts.sum(1, keepdims=True)).astype("f4")
+    values = np.take_along_axis(values, kept, 1)
+    if tokenizer == "rank":
+        values = np.tile(np.arange(max_tokens), (5, 1))
+    (found,) = session.run(["cell_vector"], {"genes": kept + 2, "values": values})
+    adata = ad.AnnData(counts.astype("f4"), var=pd.DataFrame(index=names))
+    np.testing.assert_allclose(found, cellmill.load(folder).embed(adata), atol=1e-5)
+
+
+@pytest.mark.full
+def test_genes_without_counts_are_not_exported_to_onnx(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("onnxscript")
+    _vocabulary(range(30)).write(tmp_path / "genes.tsv")
+    folder = export_model(tmp_path / "model", tmp_path / "genes.tsv", {"zero_frac": 0.2})
+    out = tmp_path / "m.onnx"
+    assert main(["export", "--format", "onnx", "--model", str(folder), "--out", str(out)]) == 2
+    assert "tokens.zero_frac cannot be exported to ONNX" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -3,7 +3,8 @@
 Inputs are `genes` (cells, tokens) int64, padded with 0, and `values` (cells, tokens), padded with
 0, as the model's tokenizer makes them; cells have at least one gene. The output `cell_vector` is
 (cells, width) float32. Metadata `tokens`, `vocabulary` and `vocabulary_digest` hold the tokenizer's
-options and the genes of the tokens in their order.
+options and the genes of the tokens in their order; `medians`, and `variability` if there is one, the
+numbers by which genes of a cell are sorted and cut.
 """
 
 import json
@@ -59,11 +60,16 @@ def write_onnx(folder: Path, out: Path) -> float:
     model, vocabulary, config = load_model(folder)
     spec = spec_of(config, vocabulary.n_genes)
     tokens = spec.tokens
-    if type(model).embed_padded is Model.embed_padded or tokens.covariates:
-        what = "tokens.covariates" if tokens.covariates else f"family {spec.model.family}"
+    what = ""
+    if type(model).embed_padded is Model.embed_padded:
+        what = f"family {spec.model.family}"
+    for option in ("covariates", "zero_frac"):
+        if getattr(tokens, option):
+            what = f"tokens.{option}"
+    if what:
         raise ConfigError(
             f"{folder}: {what} cannot be exported to ONNX; families encoder, autoencoder and profile can, without "
-            "covariates"
+            "covariates and genes without counts"
         )
     with atomic_path(out) as temporary:
         _trace(model, _draw_cells(tokens, vocabulary.n_genes, TRACED), temporary)
@@ -71,7 +77,10 @@ def write_onnx(folder: Path, out: Path) -> float:
         about = {
             "tokens": json.dumps(tokens.model_dump(mode="json")),
             "vocabulary": "\n".join(vocabulary.gene_ids),
+            "medians": "\n".join(map(str, vocabulary.medians.tolist())),
         }
+        if vocabulary.variability is not None:
+            about["variability"] = "\n".join(map(str, vocabulary.variability.tolist()))
         onnx.helper.set_model_props(exported, about | {"vocabulary_digest": vocabulary.digest})
         onnx.save(exported, temporary)
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
