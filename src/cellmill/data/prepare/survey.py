@@ -67,6 +67,8 @@ class Thresholds:
 
     min_genes: int
     max_mito_frac: float
+    median_genes: int
+    dropped_frac: float
     n_cells: int  # that were looked at
     sparse: str | None  # advice on rows that hold too few counts for cells
 
@@ -200,12 +202,15 @@ def _choose_thresholds(reader: CountsReader, coverage: Coverage) -> Thresholds:
         parts.append(measure_block(block, genes.is_mito))
     n_genes, n_counts, mito_frac = np.hstack(parts)
     sparse = describe_sparse(n_counts)
+    median = int(np.median(n_genes))
     min_genes = options.min_genes
     if sparse is None:
-        min_genes = min(min_genes, int(_MIN_GENES_FRAC * int(np.median(n_genes))))
+        min_genes = min(min_genes, int(_MIN_GENES_FRAC * median))
     mito_fracs = _MITO_FRACS if sparse is None else (options.max_mito_frac,)
     for max_mito_frac in mito_fracs:
         is_dropped = (n_genes < min_genes) | (n_counts == 0) | (mito_frac > max_mito_frac)
         if is_dropped.mean() <= _MAX_DROPPED_FRAC:
             break
-    return Thresholds(min_genes, max_mito_frac, len(n_genes), sparse)
+    return Thresholds(
+        min_genes, max_mito_frac, median, float(is_dropped.mean()), len(n_genes), sparse
+    )
