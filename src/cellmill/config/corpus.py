@@ -147,7 +147,7 @@ class Shard(Section):
     """Order of the genes of a cell on disk. rank, by count over the gene's corpus median, serves every kind of tokens.
     genes takes half of the bytes and is as fast for models that read whole cells (`max_tokens` above the genes of a
     cell). Tokens by rank, cells that are cut, and all cells for families that read the order of tokens (autoregressive,
-    hf) are then ranked while they are read, at less than half of the speed.
+    bert, hf) are then ranked while they are read, at less than half of the speed.
     """
     split_by: str | None = None
     """obs column, such as donor, or `dataset`. All cells with the same value go to the same split.
