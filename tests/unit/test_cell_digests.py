@@ -364,4 +364,7 @@ def test_rows_of_another_model_say_whether_it_saw_the_cells(
     ):
         external = ExternalModel(model=str(model))
         assert describe_seen(external, replace(context, scored=scored)) == note
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"supervised_by": ["kind"]}))
+    assert describe_seen(external, context) == f"{note[:-1]}; supervised by kind)"
     context.reader.close()

@@ -103,6 +103,17 @@ def test_an_impossible_external_model_is_refused(external: dict[str, Any], messa
     assert message in str(raised.value)
 
 
+@pytest.mark.full
+def test_a_model_that_fails_says_how_to_give_options(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = Evaluate.model_validate({"external": {"a": {"model": "./gone"}}}).external["a"].line
+    assert command is not None
+    assert embed_external(command, corpus["cells"], tmp_path / "out.h5ad") == 2
+    words = f"for other options set evaluate.external.pca.command to {command!r} with them"
+    assert words in capsys.readouterr().err
+
+
 def test_without_external_models_the_options_are_what_they_were() -> None:
     assert "external" not in Evaluate().model_dump(mode="json")
     given = {"a": {"command": "run {cells} {out}"}}

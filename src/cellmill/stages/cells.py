@@ -146,7 +146,10 @@ def embed_external(*, name: str, command: str, input: Path, out: Path) -> None:
         code = subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
         if code:
             end = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
-            raise DataError(f"{option}: it {end}; its last lines are above")
+            remedy = ""
+            if words[:2] == ["cellmill", "embed"]:  # of evaluate.external.NAME.model
+                remedy = f"; for other options set {option} to {command!r} with them, and leave out model"
+            raise DataError(f"{option}: it {end}; its last lines are above{remedy}")
         seconds = time.perf_counter() - started
         vectors = read_external(written, obs.index, option)
     except OSError as error:

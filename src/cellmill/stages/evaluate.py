@@ -29,6 +29,7 @@ import numpy as np
 
 from cellmill.config.datasets import CountsRule
 from cellmill.config.evaluate import Evaluate, ExternalModel, check_transfer
+from cellmill.config.load import read_model_config
 from cellmill.config.options import EvaluateOptions, KnockOutOptions
 from cellmill.config.parts.tasks import PerturbationConfig
 from cellmill.config.published import model_folder_of
@@ -198,17 +199,23 @@ def _make_result(dataset: _HeldOutDataset, task_results: dict[str, TaskResult]) 
 
 
 def describe_seen(external: ExternalModel, context: Context) -> str:
-    """Note after the name of another model: whether it has seen scored cells. Prints how many."""
+    """Note after the name of another model: whether it has seen scored cells, and its labels.
+
+    Prints how many cells it has seen.
+    """
     if external.model is None:
         return external.note
     folder = Path(model_folder_of(external.model))
+    path = folder / "config.json"
+    labels = read_model_config(path).get("supervised_by") if path.exists() else None
+    supervised = f"; supervised by {', '.join(labels)})" if labels else ")"
     seen = mark_seen_cells(context.reader, folder)
     if seen.is_seen is None or seen.caveat:
-        return external.note
+        return external.note.removesuffix(")") + supervised
     n_seen = int((seen.is_seen & context.scored).sum())
     n_scored = int(context.scored.sum())
     print(f"{context.dataset}: {folder} has seen {n_seen:,} of {n_scored:,} scored cells")
-    return " (has seen some of these cells)" if n_seen else " (has seen none of these cells)"
+    return f" (has seen {'some' if n_seen else 'none'} of these cells{supervised}"
 
 
 def _pair_files(
