@@ -156,6 +156,21 @@ def test_a_stop_ends_a_validation_that_a_resume_repeats(
     assert lines == whole
 
 
+def test_validations_of_other_cells_are_not_compared(
+    alone: None, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the effective rank falls: the first validation stays the best
+    cases.trained(corpus, _run(early_stop_patience=9), str(tmp_path), 3)
+    for val_cells, best_step in ((None, 1), (8, None)):
+        given = _run(early_stop_patience=9, val_cells=val_cells)
+        made, _ = cases.trainer(corpus, given, str(tmp_path), 4, load=True)
+        assert made.progress.best_step == best_step
+    assert "train.val_cells is 8, and was None up to step 3: " in capsys.readouterr().err
+    assert made.run()
+    made.close()
+    assert (made.progress.best_step, made.progress.stale_validations) == (4, 0)
+
+
 def test_an_export_has_the_validation_loss_of_its_step(
     alone: None, corpus: str, tmp_path: Path
 ) -> None:

@@ -133,7 +133,16 @@ class Trainer:
                 self.folder.set_damaged_aside(checkpoint.step)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.model, self.optimizer)
-            self.progress = Progress(**checkpoint.state()["progress"])
+            state = checkpoint.state()
+            self.progress = Progress(**state["progress"])
+            val_cells = state["options"]["train"].get("val_cells")
+            if val_cells != self.train.val_cells and self.progress.best_step is not None:
+                self.progress.forget_best()
+                if is_first_rank:
+                    warn(
+                        f"train.val_cells is {self.train.val_cells}, and was {val_cells} up to step {checkpoint.step}: "
+                        "the best checkpoint and patience are judged by validations from here on only"
+                    )
         step = self.progress.step
         epoch, step_in_epoch = divmod(step, self.train_stream.steps_per_epoch)
         state = self.train_stream.state_dict()
@@ -168,6 +177,7 @@ class Trainer:
         Both save the state.
         """
         self._clock = time.perf_counter()
+        self.meter.read(self._clock)  # the first line is about steps, not about the start
         self._saved_at = self._clock
         self._left = TimeLeft(self.steps, self.progress.step, self._clock)
         if self._validation_is_due():

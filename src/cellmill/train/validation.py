@@ -200,6 +200,14 @@ class Progress:
     """Value to improve on by more than `train.early_stop_min_delta`."""
     stale_validations: int = 0  # validations since the last improvement
 
+    def forget_best(self) -> None:
+        """Forget the best validation: later ones are over other cells and cannot be compared with it."""
+        self.best_step = None
+        self.best_value = None
+        self.best_val_loss = None
+        self.patience_value = None
+        self.stale_validations = 0
+
     def judge(self, value: float, train: Train) -> bool:
         """Take the value of `train.best_metric` after this step, and return whether it is the best."""
         sign = 1 if train.best_mode == "min" else -1
