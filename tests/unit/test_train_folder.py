@@ -114,6 +114,30 @@ def test_the_newest_and_best_checkpoints_are_kept(
     assert (steps(folder), folder.best().step) == (kept, best)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may remove every file")
+def test_a_checkpoint_that_cannot_be_removed_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 1, None, keep=1)
+    protected = folder.checkpoints()[0].path
+    protected.chmod(0o500)
+    save(folder, 2, None, keep=1)
+    assert (steps(folder), folder.best().step) == ([1, 2], 2)
+    assert f"warning: {protected} is not needed any more and cannot be" in capsys.readouterr().err
+    protected.chmod(0o700)
+    save(folder, 3, None, keep=1)
+    assert steps(folder) == [3]
+
+
+def test_a_step_after_the_end_of_a_run_is_named(tmp_path: Path) -> None:
+    folder = TrainFolder(tmp_path)
+    save(folder, 2, None)
+    write_json(tmp_path / "state.json", {"state": "done"})
+    with pytest.raises(DataError, match=r"no checkpoint of step 5; .* ended at step 2, before it"):
+        folder.find_checkpoint(5)
+
+
 def without(name: str) -> Callable[[Path], None]:
     return lambda checkpoint: (checkpoint / name).unlink()
 

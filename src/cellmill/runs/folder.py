@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -176,6 +177,11 @@ class TrainFolder:
         """The undamaged checkpoint of a step. Raise DataError if there is none."""
         checkpoints = {checkpoint.step: checkpoint for checkpoint in self.checkpoints()}
         if step not in checkpoints:
+            if self.state() == "done" and step > self.saved_step():
+                remedy = (
+                    f"the run ended at step {self.saved_step()}, before it; choose an earlier step, or train longer "
+                    "(train.steps, train.epochs, train.early_stop_patience)"
+                )
             raise DataError(
                 f"{self.checkpoint_folder}: no checkpoint of step {step}; there are those of steps "
                 f"{', '.join(map(str, checkpoints)) or 'none'}; {remedy}"
@@ -231,10 +237,17 @@ class TrainFolder:
         for checkpoint in complete:
             if checkpoint.step in kept:
                 continue
-            if checkpoint.path.is_dir():
-                shutil.rmtree(checkpoint.path)
-            else:  # a damaged one
-                checkpoint.path.unlink()
+            try:
+                if checkpoint.path.is_dir():
+                    shutil.rmtree(checkpoint.path)
+                else:  # a damaged one
+                    checkpoint.path.unlink()
+            except OSError as error:  # a reader on NFS has it open, or it is protected
+                print(
+                    f"warning: {checkpoint.path} is not needed any more and cannot be removed ({error.strerror}); "
+                    "the next checkpoint tries it again",
+                    file=sys.stderr,
+                )
 
     def set_aside(self) -> Path:
         """Move checkpoints, curve and status into a new `superseded-…` folder, and return it."""
