@@ -255,6 +255,12 @@ WRONG = {
     "train: {best_metric: effective_rank}": (
         "runs.demo: train.best_metric effective_rank: larger is better; set train.best_mode to max"
     ),
+    "train: {best_metric: val_loss, best_mode: max}": (
+        "runs.demo: train.best_metric val_loss: smaller is better; set train.best_mode to min"
+    ),
+    "train: {steps: 9, epochs: null, keep_steps: [12]}, runs: {demo: {corpus: pbmc, evaluate_steps: [12]}}": (
+        "runs.demo: evaluate_steps: 12 is after the last step; remove it, or raise train.steps (9)"
+    ),
     "runs: {demo: {corpus: pbmc, init_from: big}}": (
         "runs.demo.init_from: no run 'big'; there are: demo; a folder has a `/`, such as ./NAME"
     ),

@@ -209,6 +209,12 @@ class RunConfig(
             raise ValueError(
                 f"evaluate_steps: {not_kept[0]} is not in train.keep_steps; add it there"
             )
+        last = self.train.steps
+        late = [step for step in self.evaluate_steps if isinstance(last, int) and step > last]
+        if late:
+            raise ValueError(
+                f"evaluate_steps: {late[0]} is after the last step; remove it, or raise train.steps ({last})"
+            )
         task = self.evaluate.tasks.get("reconstruct")
         if isinstance(task, ReconstructConfig):
             changed = self.objective.model_dump() | task.objective
