@@ -14,6 +14,7 @@ head of labels has the empty suffix.
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,8 +120,8 @@ def choose_thresholds(
     `name` is what messages call the model.
 
     Raises ConfigError if the model has no heads, or if the heads would get other vectors than in training.
-    Raises ConfigError if a threshold is set and the model predicts numbers only. With `min_accuracy`, also
-    raises ConfigError if a head is not calibrated, or if no threshold reaches the accuracy.
+    With `min_accuracy`, also raises ConfigError if a head is not calibrated, or if no threshold reaches the
+    accuracy. Prints a line if a threshold is set and the model predicts numbers only.
     """
     heads = find_classifiers(model, config)
     thresholds = {}
@@ -131,8 +132,10 @@ def choose_thresholds(
     check_heads(model)
     for option, value in section:
         if value is not None and not heads:
-            raise ConfigError(
-                f"predict.{option}: the model predicts numbers only, which have no threshold; leave it out"
+            # a section predict may be shared with runs that predict labels
+            print(
+                f"{name}: predict.{option} has no effect: the model predicts numbers only, which have no threshold",
+                file=sys.stderr,
             )
     for suffix, (_, entry) in heads.items():
         thresholds[suffix] = section.min_probability or 0.0
