@@ -51,7 +51,14 @@ from cellmill.train.optimizer import WeightAverage, build_optimizer
 from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_if, to_device
 from cellmill.train.step_report import LossParts, StepReport, StepScalars
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
-from cellmill.train.validation import VAL_LOSS, Monitor, Progress, check_best_metric, warn
+from cellmill.train.validation import (
+    VAL_LOSS,
+    Monitor,
+    Progress,
+    check_best_metric,
+    read_progress,
+    warn,
+)
 
 
 class Trainer:
@@ -134,15 +141,9 @@ class Trainer:
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.model, self.optimizer)
             state = checkpoint.state()
-            self.progress = Progress(**state["progress"])
-            val_cells = state["options"]["train"].get("val_cells")
-            if val_cells != self.train.val_cells and self.progress.best_step is not None:
-                self.progress.forget_best()
-                if is_first_rank:
-                    warn(
-                        f"train.val_cells is {self.train.val_cells}, and was {val_cells} up to step {checkpoint.step}: "
-                        "the best checkpoint and patience are judged by validations from here on only"
-                    )
+            self.progress, warning = read_progress(state["progress"], state["options"], self.train)
+            if warning and is_first_rank:
+                warn(warning)
         step = self.progress.step
         epoch, step_in_epoch = divmod(step, self.train_stream.steps_per_epoch)
         state = self.train_stream.state_dict()

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -237,6 +238,25 @@ class Progress:
             f"step {self.step}: {metric} has not improved in {self.stale_validations} validations (best "
             f"{self.best_value:.6g} at step {self.best_step}); the training ends here (train.early_stop_patience)"
         )
+
+
+def read_progress(
+    stored: dict[str, Any], options: dict[str, Any], train: Train
+) -> tuple[Progress, str]:
+    """Read the progress of a checkpoint that was saved with `options`; and a warning, or an empty text.
+
+    If `train.val_cells` has changed, later validations are over other cells. The best one so far is
+    forgotten then.
+    """
+    progress = Progress(**stored)
+    before = options["train"].get("val_cells")
+    if before == train.val_cells or progress.best_step is None:
+        return progress, ""
+    progress.forget_best()
+    return progress, (
+        f"train.val_cells is {train.val_cells}, and was {before} up to step {progress.step}: the best checkpoint and "
+        "patience are judged by validations from here on only"
+    )
 
 
 def warn(text: str) -> None:
