@@ -42,7 +42,7 @@ from cellmill.parallel.step import ParallelModel, StepModel, clip_grad_norm
 from cellmill.planner.devices import find_peak_flops_per_s
 from cellmill.planner.measure.load import Load
 from cellmill.planner.measure.size import Flops
-from cellmill.runs.folder import TrainFolder, cut_back, is_training_step, status
+from cellmill.runs.folder import TrainFolder, is_training_step, status
 from cellmill.track.tracker import Tracker
 from cellmill.train.batch_rows import with_shares
 from cellmill.train.checkpoint import Checkpoints
@@ -56,6 +56,7 @@ from cellmill.train.validation import (
     Monitor,
     Progress,
     check_best_metric,
+    cut_curve,
     read_progress,
     warn,
 )
@@ -149,13 +150,7 @@ class Trainer:
         state = self.train_stream.state_dict()
         self.train_stream.load_state_dict(state | {"epoch": epoch, "step": step_in_epoch})
         if is_first_rank:
-            missing = self.progress.logged_steps - cut_back(self.folder.metrics, step)
-            if missing > 0:
-                warn(
-                    f"{self.folder.metrics}: expected {self.progress.logged_steps} logged steps up to step "
-                    f"{step}, {missing} are missing (damaged or deleted); stop, restore the file from a copy and run "
-                    "the same command again, or the curve keeps the gap"
-                )
+            cut_curve(self.folder.metrics, self.progress)
             print(f"going on from step {step}" if step else "starting at step 0", flush=True)
         dist.barrier()
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,7 @@ from cellmill.models.family import Model
 from cellmill.models.objective import Objective
 from cellmill.parallel.mesh import Mesh, PipelineStages, any_part, last_part
 from cellmill.runs.collapse import COLLAPSED, advise_on_collapse
+from cellmill.runs.folder import cut_back
 
 MAX_WIDTH = 2048  # the sums have width^2 numbers
 VAL_LOSS = "val_loss"
@@ -257,6 +259,17 @@ def read_progress(
         f"train.val_cells is {train.val_cells}, and was {before} up to step {progress.step}: the best checkpoint and "
         "patience are judged by validations from here on only"
     )
+
+
+def cut_curve(metrics: Path, progress: Progress) -> None:
+    """Remove the lines of metrics.jsonl after the step of a checkpoint. Warn if earlier lines are missing."""
+    missing = progress.logged_steps - cut_back(metrics, progress.step)
+    if missing > 0:
+        warn(
+            f"{metrics}: expected {progress.logged_steps} logged steps up to step {progress.step}, {missing} are missing "
+            "(damaged or deleted); stop, restore the file from a copy and run the same command again, or the curve keeps "
+            "the gap"
+        )
 
 
 def warn(text: str) -> None:
