@@ -51,15 +51,7 @@ from cellmill.train.optimizer import WeightAverage, build_optimizer
 from cellmill.train.step_guard import AsyncScalars, LossScale, name_cells, step_if, to_device
 from cellmill.train.step_report import LossParts, StepReport, StepScalars
 from cellmill.train.telemetry import Meter, StepProfile, TimeLeft, local_readings, readings_line
-from cellmill.train.validation import (
-    VAL_LOSS,
-    Monitor,
-    Progress,
-    check_best_metric,
-    cut_curve,
-    read_progress,
-    warn,
-)
+from cellmill.train.validation import VAL_LOSS, Monitor, Progress, cut_curve, read_progress, warn
 
 
 class Trainer:
@@ -86,7 +78,6 @@ class Trainer:
         train = options.train
         device = mesh.device
         method = load_method(options.finetune)
-        check_best_metric(model.objective, train.best_metric)
         self.train = train
         self.folder = folder
         self.mesh = mesh
@@ -141,10 +132,7 @@ class Trainer:
                 self.folder.set_damaged_aside(checkpoint.step)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.model, self.optimizer)
-            state = checkpoint.state()
-            self.progress, warning = read_progress(state["progress"], state["options"], self.train)
-            if warning and is_first_rank:
-                warn(warning)
+            self.progress = read_progress(checkpoint.state(), self.train)
         step = self.progress.step
         epoch, step_in_epoch = divmod(step, self.train_stream.steps_per_epoch)
         state = self.train_stream.state_dict()

@@ -242,23 +242,22 @@ class Progress:
         )
 
 
-def read_progress(
-    stored: dict[str, Any], options: dict[str, Any], train: Train
-) -> tuple[Progress, str]:
-    """Read the progress of a checkpoint that was saved with `options`; and a warning, or an empty text.
+def read_progress(state: dict[str, Any], train: Train) -> Progress:
+    """Read the progress in the state of a checkpoint.
 
-    If `train.val_cells` has changed, later validations are over other cells. The best one so far is
-    forgotten then.
+    If `train.val_cells` has changed, later validations are over other cells. The best one so far is then
+    forgotten, with a warning on the first rank.
     """
-    progress = Progress(**stored)
-    before = options["train"].get("val_cells")
-    if before == train.val_cells or progress.best_step is None:
-        return progress, ""
-    progress.forget_best()
-    return progress, (
-        f"train.val_cells is {train.val_cells}, and was {before} up to step {progress.step}: the best checkpoint and "
-        "patience are judged by validations from here on only"
-    )
+    progress = Progress(**state["progress"])
+    before = state["options"]["train"].get("val_cells")
+    if before != train.val_cells and progress.best_step is not None:
+        progress.forget_best()
+        if dist.get_rank() == 0:
+            warn(
+                f"train.val_cells is {train.val_cells}, and was {before} up to step {progress.step}: the best "
+                "checkpoint and patience are judged by validations from here on only"
+            )
+    return progress
 
 
 def cut_curve(metrics: Path, progress: Progress) -> None:
@@ -266,9 +265,9 @@ def cut_curve(metrics: Path, progress: Progress) -> None:
     missing = progress.logged_steps - cut_back(metrics, progress.step)
     if missing > 0:
         warn(
-            f"{metrics}: expected {progress.logged_steps} logged steps up to step {progress.step}, {missing} are missing "
-            "(damaged or deleted); stop, restore the file from a copy and run the same command again, or the curve keeps "
-            "the gap"
+            f"{metrics}: expected {progress.logged_steps} logged steps up to step {progress.step}, {missing} are "
+            "missing (damaged or deleted); stop, restore the file from a copy and run the same command again, or the "
+            "curve keeps the gap"
         )
 
 

@@ -60,6 +60,7 @@ with importing():
     from cellmill.train.hang_watch import START_FACTOR, HangWatch
     from cellmill.train.loop import Trainer
     from cellmill.train.staging import Staging, agree, verify_shards
+    from cellmill.train.validation import check_best_metric
 
 DUMP_S = 60.0  # longest wait for NCCL's record of a timeout
 
@@ -128,11 +129,13 @@ def build_trainer(
     manifest = Manifest.read(Path(record["manifest"]))
     levels = manifest.levels(options.obs_columns())
     spec = ModelSpec.of(options, vocabulary.n_genes, levels)
+    model = build_model(options, vocabulary, record["init_from"], mesh, levels)
+    check_best_metric(model.objective, options.train.best_metric)
     return Trainer(
         options,
         folder,
         mesh,
-        build_model(options, vocabulary, record["init_from"], mesh, levels),
+        model,
         spec,
         measure_flops(spec, options.finetune) if flops is None else flops,
         build_streams(options, manifest, mesh, copies, record.get("teacher")),
