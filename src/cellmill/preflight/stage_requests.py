@@ -56,7 +56,7 @@ DECLARED: dict[str, dict[str, Growth]] = {
 """Resources that the rules of stages declare, by stage. They are multiplied by the attempt. Declared
 values override default-resources; set-resources override declared values.
 """
-DECLARED_THREADS = dict.fromkeys((*GPU_STAGES, "zoo"), 4)
+DECLARED_THREADS = dict.fromkeys((*GPU_STAGES, "consolidate", "zoo"), 4)
 """CPU cores of rules that declare more than one."""
 _MACHINE_KEYS = {
     "slurm_partition",
