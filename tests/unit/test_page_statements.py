@@ -139,7 +139,7 @@ def test_the_page_names_the_folder_of_its_pictures(tmp_path: Path) -> None:
 
 def test_files_of_others_stay_in_the_folder_of_pictures(tmp_path: Path) -> None:
     folder = tmp_path / "figures"
-    for name in ("fig1.svg", "001_table.csv"):
+    for name in ("fig1.svg", "001_table.csv", "001_first.pdf"):
         write(folder / name, "mine")
     charts = PageCharts()
     charts.add(make_confusion_chart("first", ["a"], [[1]]))
@@ -147,6 +147,7 @@ def test_files_of_others_stay_in_the_folder_of_pictures(tmp_path: Path) -> None:
     assert (folder / "001_first.svg").exists()
     PageCharts().save(folder)
     assert sorted(path.name for path in folder.iterdir()) == [
+        "001_first.pdf",
         "001_table.csv",
         "charts.json",
         "fig1.svg",

@@ -63,7 +63,7 @@ class EvaluatedModel:
     def untrained(self) -> Model:
         """A model of the same architecture with the initial weights of `seed`, on the same device."""
         config = dict(self.config)
-        if "weights" in config["model"]:  # of family hf, whose initial weights are pretrained
+        if config["model"]["family"] == "hf":  # whose initial weights are pretrained
             config["model"] = config["model"] | {"weights": "random"}
         model = to_empty(build(spec_of(config, self.vocabulary.n_genes)), "cpu")
         device = next(self.network.parameters()).device

@@ -95,7 +95,8 @@ def recognise_device(product: str) -> str:
     # the name of the device without its form or its size of memory, such as a100 of a100-40gb
     chip = ""
     for name in DEVICES:
-        if "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
+        # nodes with GPUs may have a feature such as cpu-milan
+        if name != "cpu" and "-" not in name and re.search(rf"(?<![a-z0-9]){name}(?!\d)", words):
             chip = name
             break
 

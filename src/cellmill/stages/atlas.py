@@ -20,7 +20,13 @@ from cellmill.evaluate.atlas.build import make_atlas, read_embedded, write_atlas
 from cellmill.evaluate.atlas.mapping import map_vectors
 from cellmill.evaluate.atlas.store import CellAtlas
 from cellmill.evaluate.inference.embed import describe_limits, embed_cells, load_for_inference
-from cellmill.evaluate.inference.files import KEY, check_input, digest_embedder, write_prediction
+from cellmill.evaluate.inference.files import (
+    KEY,
+    check_input,
+    digest_embedder,
+    has_embedder,
+    write_prediction,
+)
 from cellmill.evaluate.seen.seen_cells import mark_seen_cells
 from cellmill.files import atomic_path, name_datasets, refuse_overwriting, sha256_file
 
@@ -65,7 +71,8 @@ def atlas(
             if known.isdisjoint(section.donor_columns):
                 raise DataError(message)
             print(f"warning: {message}")
-    made = make_atlas(datasets, digest, section, embedder)
+    is_certain = all(map(has_embedder, embeddings))
+    made = make_atlas(datasets, digest, section, embedder if is_certain else None)
     write_atlas(folder, made)
     record = made.record
     print(

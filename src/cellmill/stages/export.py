@@ -11,7 +11,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
 from jinja2 import StrictUndefined, Template
 
 from cellmill.config import check_options
@@ -159,7 +158,6 @@ def _heads(model: Model, genes: Vocabulary, state: Tree, train: Path) -> Tree:
     fill_buffers(model, options.train.seed, genes)
     shards, problem = find_shards(train, options, state["fingerprint"])
     classifiers: Tree = {}
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
     for name, head in heads.items():
         entry: Tree = {
             "label_column": head.config.label_column,
@@ -176,7 +174,6 @@ def _heads(model: Model, genes: Vocabulary, state: Tree, train: Path) -> Tree:
             entry["calibration"] = vars(calibration)
             print(_calibration_line(entry))
         classifiers[name] = entry
-    model.to("cpu")
     entries["classifier"] = classifiers.pop(next(iter(classifiers)))
     if classifiers:
         entries["more_classifiers"] = classifiers

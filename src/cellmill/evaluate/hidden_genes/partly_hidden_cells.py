@@ -40,7 +40,9 @@ class PartlyHiddenCells:
     counts: sp.csr_matrix  # (C, columns of the file), hidden genes included
     hidden_genes: np.ndarray  # (G,) int64: rows of the vocabulary, ascending
     levels: np.ndarray | None  # (C, obs columns): level codes that the model reads, if any
-    token_budget: int = TOKEN_BUDGET  # at most this many tokens in a pass; changes only rounding
+    token_budget: int = (
+        TOKEN_BUDGET  # at most this many visible tokens in a pass; changes only rounding
+    )
 
     @classmethod
     def from_context(

@@ -41,6 +41,7 @@ N_THRESHOLDS = 100  # a calibration has the thresholds 0, 1 / N_THRESHOLDS, 2 / 
 # temperature if all cells are classified correctly.
 MAX_TEMPERATURE = 100.0
 MAX_FLOPS = 1e14  # of the embedding of validation cells, 2 per token and parameter of the blocks
+FEW_CELLS = 300  # fewer cells of a large model's calibration are warned about
 NO_VALIDATION = "the run had no labelled validation cells"
 CELL_BLOCK = 65_536  # logits of at most this many cells are computed at once
 FOLDS = 5  # number of parts of the cells; each is left out once to see whether a temperature helps
@@ -208,4 +209,10 @@ def calibrate_head(
     if not labels:
         return None
     logits = run_head(model, np.concatenate(vectors), objective.predict)
-    return calibrate(logits, np.concatenate(labels))
+    known_labels = np.concatenate(labels)
+    if n_tokens > max_tokens and len(known_labels) < FEW_CELLS:
+        print(
+            f"warning: the classifier of {objective.config.label_column} is calibrated on {len(known_labels)} cells "
+            "only, because the model is large: thresholds of predict.min_accuracy are uncertain"
+        )
+    return calibrate(logits, known_labels)

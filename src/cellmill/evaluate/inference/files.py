@@ -175,7 +175,20 @@ def _add(
 def digest_embedder(config: Tree) -> str:
     """Return a digest of all that the vectors of a cell depend on, from a model's config.json."""
     keys = ("weights_sha256", "vocabulary_digest", "model", "tokens")
-    return digest([config[key] for key in keys])
+    parts = {key: config[key] for key in keys}
+    # where family hf has found its first weights, which may be moved
+    parts["model"] = {
+        key: value
+        for key, value in config["model"].items()
+        if key not in ("path", "revision", "weights")
+    }
+    return digest([*parts.values()])
+
+
+def has_embedder(path: Path) -> bool:
+    """Return whether a file of `write_embedding` has the digest of its embedder, as earlier versions' have not."""
+    with open_h5(path, EMBED_AGAIN) as file, explain_damage(f"{path}: uns", f"; {EMBED_AGAIN}"):
+        return EMBEDDER in file["uns"][ABOUT]
 
 
 def read_embedding(

@@ -179,7 +179,7 @@ def _format_steps(plan: RunPlan) -> Iterator[Line]:
 
     cells_text = f"{plan.corpus.n_cells:,} for training, on average {plan.corpus.tokens_per_cell:,.0f} tokens"
     if plan.cut_cells_frac:
-        percent = "less than 1%" if plan.cut_cells_frac < 0.005 else f"{plan.cut_cells_frac:.0%}"
+        percent = "less than 1%" if plan.cut_cells_frac < 0.01 else f"{plan.cut_cells_frac:.0%}"
         cells_text += f" and {plan.genes_per_cell:,.0f} genes; "
         cells_text += f"tokens.max_tokens is too small for all genes of {percent} of cells"
     yield "cells", cells_text
@@ -256,6 +256,13 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
             "than these estimates",
         )
 
+    optimizer = cost.options.train.optimizer
+    if optimizer.matrix_state_names is not None:
+        yield (
+            "not counted",
+            f"work of {optimizer.name} on matrices of the blocks, and their exchange",
+        )
+
     time = cost.time
     if time is None:  # on CPUs: stage plan measures their speed, and prints their time itself
         return
@@ -287,12 +294,6 @@ def _format_time(cost: RunCost) -> Iterator[Line]:
         )
     if cost.options.parallel.cpu_offload is not None:
         yield "not counted", "copies between host and device of cpu_offload, and AdamW on the host"
-    optimizer = cost.options.train.optimizer
-    if optimizer.matrix_state_names is not None:
-        yield (
-            "not counted",
-            f"work of {optimizer.name} on matrices of the blocks, and their exchange",
-        )
 
 
 def _format_hints(plan: RunPlan, time: RunTime | None) -> Iterator[Line]:

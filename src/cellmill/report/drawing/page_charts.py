@@ -112,11 +112,16 @@ class PageCharts:
         file_list = folder / FILE_LIST
         old_names = read_json(file_list) if file_list.exists() else []
         if not isinstance(old_names, list):
-            raise DataError(f"{file_list}: expected a list of file names; delete the file")
-        for old_file in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
-            if old_file.name in old_names:
-                old_file.unlink()
-        text_by_name = self._make_files({path.stem for path in folder.glob("*")})
+            raise DataError(
+                f"{file_list}: expected a list of file names; delete it, and the .svg and .csv files of charts there"
+            )
+        taken_stems = set()
+        for file in [*folder.glob("*.svg"), *folder.glob("*.csv")]:
+            if file.name in old_names:
+                file.unlink()
+            else:
+                taken_stems.add(file.stem)
+        text_by_name = self._make_files(taken_stems)
         write_json(file_list, [*text_by_name])
         for name, text in text_by_name.items():
             write_text(folder / name, text)
@@ -124,7 +129,7 @@ class PageCharts:
     def _make_files(self, taken_stems: set[str]) -> dict[str, str]:
         """Make the text of the SVG and the CSV of each chart, by file name.
 
-        `taken_stems` are the names of other files in the folder, without suffixes. A file name that
+        `taken_stems` are the names of a user's SVG and CSV files in the folder, without suffixes. A file name that
         is taken gets an underscore at its end.
         """
         text_by_name = {}

@@ -193,8 +193,8 @@ def compute_transfer_features(
         features[SHARED_GENES] = log_normalise(counts)
         return features
 
-    *fitted_groups, tested_features = map(compute_unfitted_features, groups)
-    fitted_features = stack_cells(fitted_groups)
+    fitted_features = stack_cells(map(compute_unfitted_features, transfer_cells.fitted))
+    tested_features = compute_unfitted_features(transfer_cells.tested)
     _add_fitted_features(fitted_features, tested_features, transfer_cells.fitted_labels)
     return fitted_features, tested_features
 
