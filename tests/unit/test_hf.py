@@ -281,6 +281,22 @@ def test_types_whose_blocks_return_more_are_refused(kind: str) -> None:
         network.embed(batch())
 
 
+def test_a_type_that_is_refused_is_refused_where_training_begins() -> None:
+    architecture = SHAPE | {"model_type": "deberta-v2"}
+    network = made({"weights": "random", "architecture": architecture})
+    with pytest.raises(ConfigError, match="model_type deberta-v2 is not supported: not enough"):
+        Depth.of(network)
+
+
+def test_a_type_that_leaves_out_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    network: Any = made(
+        {"weights": "random", "architecture": {"model_type": "bert"} | TYPES["bert"]}
+    )
+    monkeypatch.setattr(network.body.encoder, "layer", network.body.encoder.layer[:1])
+    with pytest.raises(ConfigError, match="bert is not supported: it calls 1 of 2 blocks"):
+        network.embed(batch())
+
+
 def test_an_export_that_computes_other_states_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ tokens, H width of the model, V size of the vocabulary.
 """
 
 import os
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -188,14 +187,20 @@ class HfModel(CellEncoder):
 
     def begin(self, prepared: EncoderBatch) -> Tensor:
         """Return the input of the first block, (B, L, H)."""
+        self._run_to_blocks(self._padded(prepared))
+        return self.calls[0][0]
+
+    def _run_to_blocks(self, inputs: dict[str, Any]) -> None:
+        """Run the code before the blocks, which fills `calls`."""
         self.calls.clear()
         try:
-            self.body(**self._padded(prepared))
+            self.body(**inputs)
         except _Reached:
-            pass
+            return
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise self._unsupported(str(error)) from error
-        return self.calls[0][0]
+        n_blocks = self.body.config.num_hidden_layers
+        raise self._unsupported(f"it calls {len(self.calls)} of {n_blocks} blocks")
 
     def through(self, x: Tensor, prepared: EncoderBatch) -> Tensor:
         if not self.calls:
@@ -231,8 +236,8 @@ class HfModel(CellEncoder):
         inputs = {"input_ids": torch.full((1, 1), 1, device=device)}
         if device.type == "meta" and self.is_causal:
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        with torch.no_grad(), suppress(_Reached):
-            self.body(**inputs)
+        with torch.no_grad():
+            self._run_to_blocks(inputs)
         self.calls.clear()
         for hook in hooks:
             hook.remove()
