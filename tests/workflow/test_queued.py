@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.distributed.command import wait_for
-from tests.workflow.conftest import ENVIRONMENT, Project
+from tests.workflow.conftest import ENVIRONMENT, REPOSITORY, Project
 
 pytestmark = pytest.mark.xdist_group("workflow")
 
@@ -28,8 +28,23 @@ PROGRAMS = {
 }
 
 
+OWN = """
+include: "%s/Snakefile"
+
+
+rule own:
+    output:
+        expand("{run}-%%s.txt" %% config["preprocess"]["min_genes"], run=config["runs"]),
+    shell:
+        "touch {output:q}"
+"""
+
+
 class Queue:
-    """A project whose stage preprocess was submitted by a Snakemake that was then killed."""
+    """A project whose stage preprocess was submitted by a Snakemake that was then killed.
+
+    Its Snakefile has a rule of its own, as that of a project of `cellmill init` may have.
+    """
 
     def __init__(self, project: Project) -> None:
         self.project = project
@@ -45,10 +60,12 @@ class Queue:
         file = folder / "profiles" / "site" / "config.yaml"
         file.parent.mkdir(parents=True)
         file.write_text(yaml.safe_dump(profile))
+        own = folder / "own.smk"
+        own.write_text(OWN % REPOSITORY)
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         self.environment = os.environ | ENVIRONMENT | {"PATH": path}
         process = subprocess.Popen(
-            project.command(CELLS, profile=str(file.parent)),
+            project.command("--snakefile", str(own), CELLS, profile=str(file.parent)),
             cwd=folder,
             env=self.environment,
             stdout=subprocess.DEVNULL,

@@ -8,6 +8,8 @@ from pathlib import Path
 from cellmill.config import check_config
 from cellmill.files import digest, write_json, write_text
 
+config.update(submitted)  # rules of a user's own read it too
+
 
 def check_submitted(config, source):
     """Check the configuration that this job was submitted with, or else `config`."""
