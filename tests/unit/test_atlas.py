@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -448,6 +449,31 @@ def test_donors_are_those_of_the_first_column_there_is(mapped_model: Path) -> No
         section = Atlas.model_validate({"donor_columns": columns})
         cells = read_embedded(half, "-", section.donor_columns, record["model_digest"], 16)
         assert cells.donors.tolist() == expected
+
+
+@pytest.mark.parametrize("writer", ["anndata 0.7", "SeuratDisk"])
+def test_codes_of_older_layouts_are_read_as_texts(
+    writer: str, tmp_path: Path, mapped_model: Path
+) -> None:
+    path = Path(shutil.copy(mapped_model.parent / "embedded" / "half.h5ad", tmp_path))
+    with h5py.File(path, "a") as file:
+        obs = file["obs"]
+        obs.attrs["encoding-version"] = "0.1.0"
+        for name in ("cell_type", "batch"):
+            codes, texts = obs[name]["codes"][:], obs[name]["categories"][:]
+            codes[7] = -1
+            del obs[name]
+            obs[name] = codes
+            obs[f"__categories/{name}"] = texts
+            if writer == "anndata 0.7":
+                obs[name].attrs["categories"] = obs[f"__categories/{name}"].ref
+    expected = ad.read_h5ad(mapped_model.parent / "half.h5ad").obs.astype(str)
+    expected.iloc[7] = ""
+    record = json.loads((mapped_model / "atlas" / "atlas.json").read_text())
+    cells = read_embedded(path, "cell_type", ["batch"], record["model_digest"], 16)
+    assert ["" if text is None else text for text in cells.labels] == [*expected["cell_type"]]
+    assert [*cells.donors] == [*expected["batch"]]
+    assert "__categories" not in cells.obs_columns
 
 
 def test_the_same_weights_with_other_options_are_refused(

@@ -20,9 +20,18 @@ from cellmill.errors import DataError
 
 
 def open_obs(path: Path, file: Any) -> StoredObs:
-    """obs of a file that preprocess wrote: its names are read, its columns when they are needed."""
+    """obs of an open file: its names are read, its columns when they are needed.
+
+    Of layouts before anndata 0.8 and of SeuratDisk, all columns are read: only the whole frame has the
+    texts of their codes.
+    """
     with _reading(path, "obs"):
         group = file["obs"]
+        is_whole = "column-order" not in group.attrs or "__categories" in group
+    if is_whole:
+        frame = read_frame(path, file, "obs")
+        return StoredObs(frame.index, [*frame.columns], lambda name: frame[name].array)
+    with _reading(path, "obs"):
         names = read_elem(group[group.attrs["_index"]])
         columns = [decode(name) for name in group.attrs["column-order"]]
         index = text_index(pd.Index(names))

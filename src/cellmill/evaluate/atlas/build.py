@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
-from anndata.io import read_elem
 
 from cellmill.config.load import RECORD
 from cellmill.config.run import Atlas
 from cellmill.data.arrays import as_text
+from cellmill.data.inputs.frames import open_obs
 from cellmill.data.inputs.h5 import open_h5
 from cellmill.data.shards.index import new_array
 from cellmill.errors import DataError, did_you_mean
@@ -42,7 +41,7 @@ from cellmill.evaluate.atlas.store import (
 )
 from cellmill.evaluate.atlas.votes import NO_LABEL, Electorate
 from cellmill.evaluate.draws import draw_cells
-from cellmill.evaluate.inference.files import explain_damage, read_embedding
+from cellmill.evaluate.inference.files import read_embedding
 from cellmill.evaluate.inference.label_counts import list_label_texts
 from cellmill.files import sha256_file, write_json
 
@@ -76,15 +75,12 @@ def read_embedded(
     Labels are read from obs column `label`, and donors from the first of `donor_columns` that the file
     has. Raises DataError if the file is damaged, comes from another model, or lacks the column `label`.
     """
-    with open_h5(path) as file, explain_damage(f"{path}: obs"):
-        obs = file["obs"]
-        names = pd.Index(read_elem(obs[obs.attrs["_index"]])).astype(str)
-        known = [str(name) for name in obs if name != obs.attrs["_index"]]
+    with open_h5(path) as file:
+        obs = open_obs(path, file)
+        names = obs.index
+        known = [*obs.columns]
         donor_column = next((name for name in donor_columns if name in known), None)
-        columns = {}
-        for name in (label, donor_column):
-            if name in known:
-                columns[name] = pd.Series(read_elem(obs[name]))
+        columns = obs.read([name for name in (label, donor_column) if name in known])
     if label not in (NO_COLUMN, *known):
         raise DataError(
             f"{path}: no obs column {label!r}; {did_you_mean(label, known)}; - for no label"

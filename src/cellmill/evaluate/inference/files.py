@@ -19,7 +19,7 @@ from anndata.io import read_elem, write_elem
 from cellmill.config.load import Tree
 from cellmill.data.arrays import plain_text
 from cellmill.data.inputs.fetch import local_input
-from cellmill.data.inputs.frames import open_obs, read_frame
+from cellmill.data.inputs.frames import open_obs
 from cellmill.data.inputs.h5 import (
     check_h5ad,
     create_h5,
@@ -140,10 +140,7 @@ def _create(path: Path, names: pd.Index, source: Path | None) -> Iterator[h5py.F
     is_source = source is not None and path.resolve() == source.resolve()
     with create_h5(path.resolve() if is_source else path, copy_of=source) as file:
         if source is not None:
-            # obs of a file by anndata before 0.7 has no list of columns
-            is_listed = "obs" in file and "column-order" in file["obs"].attrs
-            stored_obs = open_obs(source, file) if is_listed else read_frame(source, file, "obs")
-            stored, _ = keep_apart(stored_obs.index)
+            stored, _ = keep_apart(open_obs(source, file).index)
             remedy = "; it has changed since it was read: run the command again"
             _refuse_other_cells(str(source), stored, names, "the file that was read", remedy)
         yield file
