@@ -58,7 +58,7 @@ DATA_LAYERS = (
 """Layers of `cellmill.data`, likewise."""
 MAX_LINES = 450
 MAX_FILES = 15
-MAX_TOKENS = 461_600
+MAX_TOKENS = 463_000
 """A new part raises it by its own tokens, in the same commit."""
 MAX_TOKENS_PER_LINE = 9.5
 MAX_TOKENS_PER_LINE_OF_A_FILE = 11.5

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cellmill.config.checks import check_together
 from cellmill.config.corpus import Shard
 from cellmill.config.machine import Machine
 from cellmill.config.options import PlanOptions, TrainOptions
@@ -225,3 +226,16 @@ def test_the_plan_names_the_batch_and_the_reason(tmp_path: Path, capsys: Any) ->
     assert json.loads((tmp_path / "plan.json").read_text())["choices"] == {"batch": reason}
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert ["batch", reason] in lines
+
+
+@pytest.mark.parametrize("part", ["batch", "cell_decoding"])
+def test_only_the_loss_of_an_adversary_may_be_largest(part: str) -> None:
+    adversary = {"name": "classification", "label_column": "site", "adversarial_scale": 0.1}
+    tree: dict[str, Any] = {name: {} for name in TrainOptions.model_fields}
+    tree["objective"] = {"name": "sum", "parts": {"cell_decoding": {}, "batch": adversary}}
+    tree["train"] = {"steps": 1, "best_metric": f"val_loss_{part}", "best_mode": "max"}
+    if part == "batch":
+        check_together(TrainOptions.model_validate(tree))
+    else:
+        with pytest.raises(ValueError, match="smaller is better; set"):
+            check_together(TrainOptions.model_validate(tree))

@@ -133,9 +133,11 @@ def test_a_checkpoint_that_cannot_be_removed_is_left(
 def test_a_step_after_the_end_of_a_run_is_named(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     save(folder, 2, None)
-    write_json(tmp_path / "state.json", {"state": "done"})
-    with pytest.raises(DataError, match=r"no checkpoint of step 5; .* ended at step 2, before it"):
+    write_json(tmp_path / "status.json", {"state": "done", "step": 4})
+    with pytest.raises(DataError, match=r"no checkpoint of step 5; .* ended at step 4, before it"):
         folder.find_checkpoint(5)
+    with pytest.raises(DataError, match=r"no checkpoint of step 3; .* list the step in train\."):
+        folder.find_checkpoint(3)
 
 
 def without(name: str) -> Callable[[Path], None]:

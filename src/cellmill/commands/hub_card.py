@@ -8,7 +8,6 @@ import yaml
 
 from cellmill.config.load import read_model_config
 from cellmill.errors import ConfigError, DataError
-from cellmill.evaluate.seen.training_cells import find_existing
 from cellmill.report.collect import ReportedCorpus, ReportedRun, read_corpus, read_run
 from cellmill.runs.results import Evaluation, Row
 
@@ -34,9 +33,10 @@ def write_card(model: Path, licence: str) -> tuple[str, Path | None]:
     record = run.run_record
     corpus = None
     if record and record.manifest:
-        # of the working directory of the training
+        # of the working directory of the training, which is mostly a folder above the run
         cells = Path(record.manifest).parent.parent / "cells"
-        corpora = [found.parent for found in find_existing(cells, folder)]
+        here, *above = [cells, *(parent / cells for parent in folder.parents)]
+        corpora = [path.parent for path in (*above, here) if path.exists()]
         corpus = read_corpus(corpora[0]) if corpora else None
     lines = [card.rstrip("\n")]
     if corpus is not None:

@@ -110,7 +110,14 @@ def _problems_of_training(options: TrainOptions) -> Iterator[str]:
     # not a problem of the section: stored options of runs that were trained so are still read
     if train.best_mode == "min" and train.best_metric.startswith(LARGER_IS_BETTER):
         yield f"train.best_metric {train.best_metric}: larger is better; set train.best_mode to max"
-    if train.best_mode == "max" and train.best_metric.startswith("val_loss"):
+    # the loss of an adversarial part is to be large
+    adversarial = {
+        f"val_loss_{option.rpartition('.')[2]}"
+        for option, part in options.objective.named_parts().items()
+        if getattr(part, "adversarial_scale", None) is not None
+    }
+    is_loss = train.best_metric.startswith("val_loss") and train.best_metric not in adversarial
+    if train.best_mode == "max" and is_loss:
         yield f"train.best_metric {train.best_metric}: smaller is better; set train.best_mode to min"
     if parallel.tf32 and parallel.half_precision:
         yield f"parallel.tf32 has no effect with precision {parallel.precision}; set tf32 to no, or 32-true"

@@ -102,6 +102,12 @@ class TrainFolder:
             return str(read_json(self.path / "state.json")["state"])
         return ""
 
+    def _last_step(self) -> int | None:
+        """Step at which the run ended; None if it has not ended, or status.json is missing or damaged."""
+        with suppress(DataError, KeyError, TypeError):
+            return int(read_json(self.path / "status.json")["step"])
+        return None
+
     def saved_step(self) -> int:
         """Step of the newest checkpoint; 0 if there is none."""
         return max((checkpoint.step for checkpoint in self.checkpoints()), default=0)
@@ -177,9 +183,10 @@ class TrainFolder:
         """The undamaged checkpoint of a step. Raise DataError if there is none."""
         checkpoints = {checkpoint.step: checkpoint for checkpoint in self.checkpoints()}
         if step not in checkpoints:
-            if self.state() == "done" and step > self.saved_step():
+            last = self._last_step()
+            if last is not None and step > last:
                 remedy = (
-                    f"the run ended at step {self.saved_step()}, before it; choose an earlier step, or train longer "
+                    f"the run ended at step {last}, before it; choose an earlier step, or train longer "
                     "(train.steps, train.epochs, train.early_stop_patience)"
                 )
             raise DataError(

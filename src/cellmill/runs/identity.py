@@ -360,5 +360,10 @@ def _copy(
             shutil.copyfile(checkpoint.path / name, path / name)
             write_text(path / (name + DIGEST), entry["sha256"])
     new = {key: record[key] for key in ("identity", "options", "init_from", "supervised_by")}
-    write_json(path / "state.json", checkpoint.state() | new | {"steps": steps})
+    state = checkpoint.state()
+    # the trunk validated on so many cells; the branch compares this with its own number
+    val_cells = state["options"]["train"].get("val_cells")
+    train_options = new["options"]["train"] | {"val_cells": val_cells}
+    new["options"] = new["options"] | {"train": train_options}
+    write_json(path / "state.json", state | new | {"steps": steps})
     folder.finish(path, train.keep_checkpoints, train.keep_steps)

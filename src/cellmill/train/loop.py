@@ -132,7 +132,8 @@ class Trainer:
                 self.folder.set_damaged_aside(checkpoint.step)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint, self.model, self.optimizer)
-            self.progress = read_progress(checkpoint.state(), self.train)
+            n_val_cells = 0 if self.val_stream is None else self.val_stream.n_cells
+            self.progress = read_progress(checkpoint.state(), self.train, n_val_cells)
         step = self.progress.step
         epoch, step_in_epoch = divmod(step, self.train_stream.steps_per_epoch)
         state = self.train_stream.state_dict()

@@ -242,15 +242,19 @@ class Progress:
         )
 
 
-def read_progress(state: dict[str, Any], train: Train) -> Progress:
+def read_progress(state: dict[str, Any], train: Train, n_val_cells: int) -> Progress:
     """Read the progress in the state of a checkpoint.
 
-    If `train.val_cells` has changed, later validations are over other cells. The best one so far is then
-    forgotten, with a warning on the first rank.
+    If `train.val_cells` has changed, later validations may be over other cells. The best one so far is then
+    forgotten, with a warning on the first rank. `n_val_cells` is the number of cells of a validation now.
     """
     progress = Progress(**state["progress"])
     before = state["options"]["train"].get("val_cells")
-    if before != train.val_cells and progress.best_step is not None:
+    # both numbers may be larger than the number of validation cells of the shards
+    had_all = before is None or before >= n_val_cells
+    has_all = train.val_cells is None or train.val_cells > n_val_cells
+    is_same = before == train.val_cells or (had_all and has_all)
+    if not is_same and progress.best_step is not None:
         progress.forget_best()
         if dist.get_rank() == 0:
             warn(
