@@ -287,9 +287,13 @@ def test_a_driver_that_still_waits_at_its_limit_is_followed(tmp_path: Path) -> N
         "sleep": "echo slept >> calls; kill -USR2 $PPID",
     }
     following = NEXT.format(script=DRIVER)
+    first = following.replace("--continues ", "")  # it left no lock: one is of another snakemake
     # the first answer of sbatch is lost, and so is a signal that comes while the job is submitted
-    code, calls = drive(tmp_path, "--profile", "my own", **waiting)
-    assert (code, calls) == (0, ["slept", following, "slept", following])
+    for number, (given, expected) in enumerate([([], first), (["--continues"], following)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        code, calls = drive(folder, *given, "--profile", "my own", **waiting)
+        assert (code, calls) == (0, ["slept", expected, "slept", expected])
 
 
 def test_a_job_submitted_without_an_answer_is_not_repeated(tmp_path: Path) -> None:
