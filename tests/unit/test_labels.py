@@ -33,6 +33,7 @@ from cellmill.evaluate.inference.calibration import (
 )
 from cellmill.evaluate.inference.predict import choose_thresholds
 from cellmill.evaluate.tasks.perturbation.response import ResponseHead
+from cellmill.files import write_json
 from cellmill.models.batch import add_ends, has_genes, to_tensors
 from cellmill.models.objective import pearson
 from cellmill.models.objectives.regression import correlation_loss_sum
@@ -237,23 +238,32 @@ def test_balanced_weights_average_one(tmp_path: Path) -> None:
         assert part.class_weights == pytest.approx(expected)
 
 
-def test_equal_numbers_and_numbers_beyond_float32(tmp_path: Path) -> None:
+def test_equal_numbers_and_numbers_beyond_float32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ages = np.arange(90) % 7 + 0.5
     with_sentinels = np.where(np.arange(90) % 3 == 0, np.finfo(np.float64).max, ages)
     obs: dict[str, object] = {"equal": np.full(90, 0.1), "age": with_sentinels}
+    obs["one"] = np.ones(90)
     manifest = write_corpus(tmp_path, 90, obs=obs)
 
-    def fit(column: str) -> Any:
+    def fit(column: str, train: Path | None = None) -> Any:
         objective = {"name": "regression", "target_column": column}
         options = train_options(model={"family": "profile"}, objective=objective)
-        return fit_options(options, tmp_path, manifest).objective
+        return fit_options(options, tmp_path, manifest, train=train).objective
 
     # the standard deviation of these equal numbers is not 0, but 1.4e-17
     with refused(
         "objective.target_column equal: expected numbers that differ, got 90 training cells with the "
         "same number; choose another column"
     ):
-        fit("equal")
+        fit("equal", tmp_path / "train")
+    # a training that was begun by a version that had accepted the column can be finished
+    write_json(tmp_path / "train" / "run.json", {})
+    assert 0 < fit("equal", tmp_path / "train").target_std < 1e-16
+    assert "number; choose another column, in a new training" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="target_column one: expected numbers that differ"):
+        fit("one", tmp_path / "train")
     fitted = fit("age")
     known = ages[np.arange(90) % 3 > 0]
     assert fitted.target_mean == pytest.approx(known.mean())
@@ -264,7 +274,9 @@ def test_equal_numbers_and_numbers_beyond_float32(tmp_path: Path) -> None:
     assert objective.find_targets(batch)[1].tolist() == [True, False, False, False]
 
 
-def test_columns_without_use_are_refused() -> None:
+def test_columns_without_use_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     objective = {"name": "classification", "label_column": "kind"}
     options = train_options(model={"family": "profile"}, objective=objective)
     check_levels(options, {"kind": ("a", "b", "<missing>")}, 100)
@@ -285,7 +297,16 @@ def test_columns_without_use_are_refused() -> None:
         with pytest.raises(
             ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"
         ):
-            check_levels(options, {"dataset": one_level}, 100)
+            check_levels(options, {"dataset": one_level}, 100, tmp_path)
+    write_json(tmp_path / "run.json", {})  # it was begun by a version that had accepted the column
+    capsys.readouterr()
+    check_levels(options, {"dataset": ("one", "<missing>")}, 100, tmp_path)
+    assert capsys.readouterr().out == (
+        "warning: objective.batch_column dataset: all cells of the corpus with a value have the same value; choose "
+        "another column, or do without, in a new training; this one can be finished\n"
+    )
+    with pytest.raises(ConfigError, match=r"batch_column dataset: all cells .* the same value"):
+        check_levels(options, {"dataset": ("one",)}, 100, tmp_path)
     weights = {"class_weights": {"B cell": 2.0, "T cels": 3.0}}
     summed = {"name": "sum", "parts": {"types": objective | weights}}
     for option, weighted in (

@@ -82,11 +82,13 @@ def plan(
     Raise ConfigError if the run cannot work, or if no layout fits.
     """
     device_name = device.lower()
+    if train is None and out is not None:
+        train = out.parent / "train"
     if manifest is None:
         shard = shard or Shard.model_validate({})
         corpus = _assume_corpus(options, shard, cells or ASSUMED_CELLS, genes or ASSUMED_GENES)
     else:
-        corpus = _read_corpus(options, manifest)
+        corpus = _read_corpus(options, manifest, train)
     options = corpus.options
     if suggest:
         suggestions = suggest_layouts(options, corpus.size, machine, device_name)
@@ -101,8 +103,6 @@ def plan(
         lines = _format_cpu_plan(run_plan)
     else:
         lines = [format_plan(run_plan)]
-    if train is None and out is not None:
-        train = out.parent / "train"
     if train is not None:
         steps = None if manifest is None else run_plan.cost.counts.steps
         refusal = foresee_refusal(train, options, steps)
@@ -143,13 +143,14 @@ def _assume_corpus(options: PlanOptions, shard: Shard, n_cells: int, n_genes: in
     return PlannedCorpus(options, size, detected_genes=genes, kept_genes=genes)
 
 
-def _read_corpus(options: PlanOptions, manifest: Path) -> PlannedCorpus:
+def _read_corpus(options: PlanOptions, manifest: Path, train: Path | None) -> PlannedCorpus:
     """Count the genes and tokens of the training cells from the row offsets of the shards.
 
+    `train` is the folder of the run's training.
     Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
     """
     # `chosen` differs in the columns that the objective takes from the corpus
-    chosen, shards, n_cells, fingerprint = open_corpus(options, manifest)
+    chosen, shards, n_cells, fingerprint = open_corpus(options, manifest, train)
     options = options.model_copy(update={"objective": chosen.objective})
     detected_genes = count_detected_genes(shards)[:n_cells]
     if options.stream.weight_by is not None:  # cells are not read equally often

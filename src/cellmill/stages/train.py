@@ -71,12 +71,12 @@ def train(
     folder of stage teach. Raise Stopped if a signal ended it with its state saved, UserError if a
     process failed.
     """
-    options, shards, n_cells, fingerprint = open_corpus(options, manifest)
+    options, shards, n_cells, fingerprint = open_corpus(options, manifest, out)
     for name, reason in options.objective.choices().items():
         print(f"{name}: {reason}")
     check_nodes(options, machine.node_counts, machine.nproc_per_node, n_cells)
     check_vocabulary(vocabulary, shards)
-    options = fit_options(options, vocabulary, shards, teacher, init_from)
+    options = fit_options(options, vocabulary, shards, teacher, init_from, out)
     if init_from is not None:
         check_architecture(options, init_from)
         check_genes(options, init_from, vocabulary)

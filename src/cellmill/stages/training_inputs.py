@@ -33,8 +33,8 @@ class Corpus(NamedTuple):
     fingerprint: str  # of the cells, and of the columns that the run reads
 
 
-def open_corpus(options: TrainOptions, manifest: Path) -> Corpus:
-    """Return the corpus of a run.
+def open_corpus(options: TrainOptions, manifest: Path, train: Path | None = None) -> Corpus:
+    """Return the corpus of a run, whose training is in folder `train`.
 
     Raise ConfigError if the run cannot be trained on them, DataError for a damaged manifest.
     """
@@ -46,7 +46,7 @@ def open_corpus(options: TrainOptions, manifest: Path) -> Corpus:
     columns = options.read_columns()
     check_rows(options.tokens, shards, str(manifest), options.objective.needs_counts)
     n_cells = options.stream.train_cells(shards.splits["train"].n_obs)
-    check_levels(options, shards.levels(columns), n_cells)
+    check_levels(options, shards.levels(columns), n_cells, train)
     fingerprint = shards.fingerprint_with(columns, options.number_columns())
     return Corpus(options, shards, n_cells, fingerprint)
 
@@ -69,6 +69,7 @@ class CorpusFacts:
     shards: Manifest
     vocabulary: Path | None = None  # only `genes` reads it
     teacher_folder: Path | None = None  # a teacher's vectors
+    train: Path | None = None  # folder of the training
 
     def _read_column(self, kind: Literal["levels", "numbers"], name: str) -> np.ndarray:
         """Return level codes or numbers of a column, `(cells,)`."""
@@ -107,13 +108,16 @@ class CorpusFacts:
         # targets are float32, so a number that float32 cannot hold counts as missing
         # (`models.objectives.regression`); NaN is not at most the largest number either
         numbers = numbers[np.abs(numbers) <= np.finfo(np.float32).max]
-        # the standard deviation of equal numbers may be a rounding error instead of 0
         if not len(numbers) or np.ptp(numbers) == 0:
             which = "the same" if len(numbers) else "a"
-            raise ConfigError(
+            message = (
                 f"{option} {column}: expected numbers that differ, got {len(numbers):,} training cells with {which} "
                 "number; choose another column"
             )
+            # the standard deviation of equal numbers may be a rounding error instead of 0
+            if not len(numbers) or numbers.std() == 0:
+                raise ConfigError(message)
+            _refuse_new_training(message, self.train)
         return float(numbers.mean()), float(numbers.std())
 
     def genes(self, column: str) -> dict[str, list[int]]:
@@ -143,10 +147,12 @@ def fit_options(
     shards: Manifest,
     teacher: Path | None = None,
     init_from: Path | None = None,
+    train: Path | None = None,
 ) -> TrainOptions:
     """Return the options fitted to vocabulary, training cells and a teacher's folder.
 
-    Bins are those of the model `init_from`. Raise DataError if a file is unusable.
+    `train` is the folder of the training. Bins are those of the model `init_from`. Raise DataError if a
+    file is unusable.
     """
     tokens = options.tokens
     if tokens.needs_quantiles and init_from is not None:
@@ -161,7 +167,7 @@ def fit_options(
                 "vocabulary.quantiles to yes and make it again"
             )
         tokens = tokens.fitted(quantiles.tolist())
-    objective = options.objective.fit(CorpusFacts(options, shards, vocabulary, teacher))
+    objective = options.objective.fit(CorpusFacts(options, shards, vocabulary, teacher, train))
     return options.model_copy(update={"tokens": tokens, "objective": objective})
 
 
@@ -196,14 +202,28 @@ def describe_reading(options: TrainOptions, shards: Manifest) -> dict[str, str]:
     return reading
 
 
+def _refuse_new_training(message: str, train: Path | None) -> None:
+    """Raise ConfigError, or print a warning if a training was begun in folder `train`.
+
+    Earlier versions accepted it, and another column would be another training.
+    """
+    if train is None or not (train / "run.json").exists():
+        raise ConfigError(message)
+    print(f"warning: {message}, in a new training; this one can be finished")
+
+
 def check_levels(
-    options: TrainOptions, levels: Mapping[str, Sequence[str]], train_cells: int
+    options: TrainOptions,
+    levels: Mapping[str, Sequence[str]],
+    train_cells: int,
+    train: Path | None = None,
 ) -> None:
     """Raise ConfigError if a run cannot learn from the levels of a column.
 
     A column must have several levels. In a column of the objective MISSING does not count as a level,
     because objectives learn nothing from cells without a value. Labels must be shared by cells, and
-    levels that options name must exist. Print a warning for labels that may mean no label.
+    levels that options name must exist. Print a warning for labels that may mean no label. `train` is
+    the folder of the training.
     """
     objective_columns = options.objective.columns().levels
     for name, option in options.read_columns().items():
@@ -211,12 +231,14 @@ def check_levels(
         if name in options.objective.supervised_by:
             _check_labels(f"{option} {name}", name, known_levels, train_cells)
             continue
-        used_levels = known_levels if name in objective_columns else levels[name]
-        if len(used_levels) < 2:
-            raise ConfigError(
-                f"{option} {name}: all cells of the corpus with a value have the same value; choose another "
-                "column, or do without"
-            )
+        message = (
+            f"{option} {name}: all cells of the corpus with a value have the same value; choose another "
+            "column, or do without"
+        )
+        if len(levels[name]) < 2:
+            raise ConfigError(message)
+        if name in objective_columns and len(known_levels) < 2:
+            _refuse_new_training(message, train)
     for option, name, wanted_levels in options.objective.columns().named:
         named = _exclude_missing(levels[name])
         for level in wanted_levels:
