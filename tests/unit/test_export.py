@@ -362,6 +362,20 @@ def test_inputs_of_onnx_made_as_documented_embed_alike(tmp_path: Path, tokenizer
     np.testing.assert_allclose(found, cellmill.load(folder).embed(adata), atol=1e-5)
 
 
+def test_genes_drawn_by_counts_are_not_exported_to_onnx(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("onnxscript")
+    _vocabulary(range(30)).write(tmp_path / "genes.tsv")
+    for max_tokens, code in ((29, 2), (30, 0)):
+        tokens = {"truncation": "random", "max_tokens": max_tokens}
+        folder = export_model(tmp_path / f"{max_tokens}", tmp_path / "genes.tsv", tokens)
+        words = ["--model", str(folder), "--out", str(tmp_path / "m.onnx")]
+        assert main(["export", "--format", "onnx", *words]) == code
+    told = (
+        "tokens.truncation random with fewer max_tokens than genes (30) cannot be exported to ONNX"
+    )
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_genes_without_counts_are_not_exported_to_onnx(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("onnxscript")

@@ -66,10 +66,13 @@ def write_onnx(folder: Path, out: Path) -> float:
     for option in ("covariates", "zero_frac"):
         if getattr(tokens, option):
             what = f"tokens.{option}"
+    # genes are drawn by a hash of the counts, which the file does not have
+    if tokens.truncation == "random" and tokens.max_tokens < vocabulary.n_genes:
+        what = f"tokens.truncation random with fewer max_tokens than genes ({vocabulary.n_genes:,})"
     if what:
         raise ConfigError(
             f"{folder}: {what} cannot be exported to ONNX; families encoder, autoencoder and profile can, without "
-            "covariates and genes without counts"
+            "covariates, genes without counts and a random choice of genes"
         )
     with atomic_path(out) as temporary:
         _trace(model, _draw_cells(tokens, vocabulary.n_genes, TRACED), temporary)
