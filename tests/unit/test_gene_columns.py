@@ -162,8 +162,10 @@ def test_genes_of_another_species_are_not_read_by_symbol(
     # ids of a species without a table, and of orthologs, leave symbols as they are
     for number in ("ENSRNOG", "ENSMUSG"):
         index = [f"{number}{row:011d}" for row in range(N_GENES)]
-        var = pd.DataFrame({"a": SYMBOLS}, index=index)
-        assert choose_names(index, var, "human").gene_ids == IDS
+        for first in (index[0], IDS[0]):  # and with a transgene
+            names = [first, *index[1:]]
+            var = pd.DataFrame({"a": SYMBOLS}, index=names)
+            assert choose_names(names, var, "human").gene_ids == IDS
         var = pd.DataFrame({"ortholog": index, "id": IDS[:9] + [""] * 51}, index=SYMBOLS)
         assert choose_names(SYMBOLS, var, "human").gene_ids == IDS
 

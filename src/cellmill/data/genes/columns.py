@@ -21,6 +21,7 @@ INDEX = "the index"
 _ID = re.compile(r"(?:^|[^A-Za-z0-9])(ENS[A-Z]*G)\d{11}")  # of a gene of any species
 # share of equal genes in the rows that two columns name, for the second to fill gaps of the first
 _MIN_AGREEMENT = 0.8
+_MIN_OWN = 0.1  # share of the organism's own ids among those of a file with genes of two species
 _MIN_ROWS = 10  # rows that both columns name; fewer show nothing
 _MAJORITY = 0.5  # a larger share of the texts of a column, or of the rows, is a majority
 
@@ -142,14 +143,15 @@ def _read_columns(names: Sequence[str], var: pd.DataFrame, organism: str) -> lis
 def _drop_other_species(columns: list[NameColumn], organism: str) -> None:
     """Leave rows without a gene that have the id of another species, whatever their symbol is.
 
-    Only columns count that have ids of `organism` too. Otherwise all rows may be of a species that is
-    read by its symbols, or the column may name orthologs.
+    Only columns count of whose ids a tenth are of `organism`. Otherwise all rows may be of a species
+    that is read by its symbols, with a transgene or a few rows of another annotation, or the column
+    may name orthologs.
     """
     for column in columns:
-        if not column.n_ids:
+        ids = [*map(_ID.search, column.texts)]
+        if column.n_ids < _MIN_OWN * (len(ids) - ids.count(None)):
             continue
-        for row, text in enumerate(column.texts):
-            found = _ID.search(text)
+        for row, found in enumerate(ids):
             is_other = found is not None and found[1] != PREFIXES[organism]
             if is_other and all(one.matches.kinds[row] != "id" for one in columns):
                 for one in columns:
