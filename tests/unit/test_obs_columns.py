@@ -99,6 +99,9 @@ LEIDEN = [["0", "3", "10"][number % 3] for number in range(10)]
 COMPARED: dict[str, list[bool] | str] = {
     "leiden != 3": [text != "3" for text in LEIDEN],
     "leiden not in [3, 10]": [text == "0" for text in LEIDEN],
+    "~leiden.isin([3, 10])": [text == "0" for text in LEIDEN],
+    "leiden.ne(3) and n.eq(n)": [text != "3" for text in LEIDEN],
+    "ct.isin([2])": "2 (number) with ct (text)",
     "leiden < 10 & doublet != True": [text != "10" and i % 4 > 0 for i, text in enumerate(LEIDEN)],
     "1 < leiden <= n + 3 and ct in ['B', '3']": [
         1 < int(text) <= number + 3 and number % 2 == 0 for number, text in enumerate(LEIDEN)
@@ -148,6 +151,25 @@ def test_a_filter_reads_numbers_of_a_text_table(tmp_path: Path) -> None:
         "n_umi != 'NA'": [True, False, True],
     }.items():
         assert chosen(tmp_path, None, filter=condition).keep.tolist() == wanted
+
+
+def test_a_filter_reads_booleans_of_which_some_are_missing(make_h5ad: Make, tmp_path: Path) -> None:
+    cells = [f"cell{number}" for number in range(6)]
+    flags = pd.Categorical([True, False, None] * 2, categories=[False, True])
+    obs = pd.DataFrame({"flag": flags}, index=cells)
+    matrix = np.ones((6, 2), np.float32)
+    stored = make_h5ad(sp.csr_matrix(matrix), genes=["TP53", "MYC"], obs=obs)
+    mmwrite(tmp_path / "matrix.mtx", sp.coo_matrix(matrix.T.astype(np.int64)))
+    (tmp_path / "genes.tsv").write_text("TP53\nMYC\n")
+    lines = [f"{cell},{flag}\n" for cell, flag in zip(cells, ["True", "False", "NA"] * 2)]
+    (tmp_path / "cells.csv").write_text("cell,flag\n" + "".join(lines))
+    for path in (stored, tmp_path):
+        for condition, kept in {
+            "flag == True": [True, False, False],
+            "flag != True": [False, True, True],
+            "flag != False": [True, False, True],
+        }.items():
+            assert chosen(path, None, filter=condition).keep.tolist() == kept * 2
 
 
 def test_the_columns_of_a_filter_are_known_without_pandas() -> None:

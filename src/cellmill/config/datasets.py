@@ -408,12 +408,18 @@ def filter_columns(condition: str) -> list[str]:
 
 
 def filter_comparisons(condition: str) -> Iterator[tuple[list[str], list[Any]]]:
-    """Columns and values of each comparison of a filter, unless it calls methods."""
+    """Columns and values of each comparison, also as `leiden.isin([3])`, unless it calls other methods."""
     tree, quoted = _parse_filter(condition)
     for node in ast.walk(tree):
         parts = [*ast.walk(node)]
         kinds = [*map(type, parts)]
-        if kinds[0] is ast.Compare and kinds.count(ast.Compare) == 1 and ast.Attribute not in kinds:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(), attr="isin" | "eq" | "ne")):
+                is_read = kinds.count(ast.Attribute) == 1
+            case _:
+                is_read = kinds[0] is ast.Compare and kinds.count(ast.Compare) == 1
+                is_read = is_read and ast.Attribute not in kinds
+        if is_read:
             names = [part.id for part in parts if isinstance(part, ast.Name)]
             values = [part.value for part in parts if isinstance(part, ast.Constant)]
             yield [quoted.get(name, name) for name in names], values

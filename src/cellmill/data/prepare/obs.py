@@ -302,7 +302,11 @@ def _as_numbers(written: pd.Series, column: pd.Series) -> pd.Series:
     codes, values = pd.factorize(column)
     texts = [_BOOLEANS.get(text.lower(), text) for text in map(as_text, values)]
     numbers = pd.to_numeric(pd.Series(texts, dtype=object), errors="coerce")
-    return written if numbers.isna().any() else numbers.reindex(codes).set_axis(column.index)
+    if numbers.isna().any():
+        return written
+    if (codes < 0).any():  # booleans without a value would be objects
+        numbers = numbers.astype(np.float64)
+    return numbers.reindex(codes).set_axis(column.index)
 
 
 def _comparable(column: pd.Series) -> pd.Series:
