@@ -278,6 +278,16 @@ def test_factors_of_seurat_are_read_as_texts(
     with h5py.File(path, "a") as file:
         file["obs/ct"][0] = 2
     assert "/obs cannot be read: " in refusal(path)
+    with h5py.File(path, "a") as file:
+        # anndata 0.7, where numbers have replaced a column whose texts stayed
+        file["obs/other"] = np.zeros(230, np.int8)
+        file["obs/__categories/other"] = np.array(["A"], h5py.string_dtype())
+        file["obs/other"].attrs["categories"] = file["obs/__categories/other"].ref
+        if has_attributes:
+            file["obs"].attrs["column-order"] = ["ct", "n", "other"]
+        stored = file["obs/ct"][()].tolist()
+    with open_counts(path) as reader:
+        assert reader.obs["ct"].tolist() == stored
 
 
 def test_a_file_without_counts_describes_each_matrix(counts: sp.csr_matrix, tmp_path: Path) -> None:

@@ -121,10 +121,15 @@ def _with_levels(stored: Any, frame: pd.DataFrame) -> pd.DataFrame:
     """Replace the codes of R's factors by their texts.
 
     SeuratDisk writes the texts as anndata 0.7 did, in the group `__categories`. But it does not name
-    them in an attribute of the codes, so anndata reads numbers.
+    them in an attribute of the codes, so anndata reads numbers. In a group with such an attribute, other
+    texts are of factors that were replaced by numbers.
     """
-    levels = {}
-    for name in [] if is_array(stored) else members(stored, "__categories"):
+    levels: dict[str, Any] = {}
+    if is_array(stored) or "__categories" not in stored:
+        return frame
+    if any("categories" in stored[name].attrs for name in frame if name in stored):
+        return frame
+    for name in members(stored, "__categories"):
         if name in frame and frame[name].dtype.kind in "iu":
             codes = frame[name].to_numpy()  # of a missing value: below 0
             texts = _decoded(stored[f"__categories/{name}"][()])
