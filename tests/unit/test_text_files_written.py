@@ -165,6 +165,22 @@ def test_a_long_table_with_two_counts_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_number_of_another_name_is_no_count(tmp_path: Path) -> None:
+    long = long_table().rename(columns={"count": "quality"})
+    path = write_table(long, tmp_path / "long.csv", index=False)
+    assert refusal(path, tmp_path).endswith(" named gene, cell and count")
+
+
+def test_the_summary_of_r_without_names_is_refused(tmp_path: Path) -> None:
+    summary = pd.DataFrame({"i": [1, 2, 3], "j": [1, 1, 2], "x": [4, 1, 7]})
+    for index in (False, True):
+        path = write_table(summary, tmp_path / "long.csv", index=index)
+        assert refusal(path, tmp_path) == (
+            "expected names of genes and cells, got their numbers, as in R's summary of a sparse matrix; write the "
+            "names, in columns called gene, cell and count"
+        )
+
+
 def test_a_line_per_molecule_is_not_read_as_cells(tmp_path: Path) -> None:
     long = long_table().assign(x=1.5, y=2.5)
     path = write_table(long[["gene", "x", "y"]], tmp_path / "long.csv", index=False)

@@ -31,17 +31,22 @@ class LongColumns(NamedTuple):
 def find_long_columns(layout: TableLayout) -> LongColumns | None:
     """Columns of a table with a count a line; None for a table with a column a cell.
 
-    Raises DataError if it has several columns of counts.
+    Raises DataError if it has several columns of counts, or numbers in place of names.
     """
     names = [name.lower() for name in layout.header]
     if len(names) > MAX_LONG:
         return None
+    if names[-3:] == ["i", "j", "x"]:
+        raise DataError(
+            f"{layout.path}: expected names of genes and cells, got their numbers, as in R's summary of a sparse "
+            "matrix; write the names, in columns called gene, cell and count"
+        )
     cells = [column for column, name in enumerate(names) if name in CELL]
     genes = [names.index(name) for name in GENE if name in names]
     numbers = [column for column in layout.numbers if column not in (*cells, *genes)]
     counts = [column for column in numbers if names[column] in COUNT]
-    if not counts and len(numbers) == 1:
-        counts = numbers  # such as x, from R's summary of a sparse matrix
+    if not counts and [names[column] for column in numbers] == ["x"]:
+        counts = numbers  # of R's summary of a sparse matrix, with names
     if len(cells) != 1 or not genes or not counts:
         return None
     if len(counts) > 1:
