@@ -131,6 +131,49 @@ def test_a_table_of_other_cells_too_is_joined_by_name(
     assert said in capsys.readouterr().err
 
 
+UMIS = [f"{number % 4}" for number in range(N)]
+# header of names without barcodes, first columns of the table before the labels
+HEADERS: dict[str, tuple[str, list[list[str]]]] = {
+    "pandas": (",n,kind", [SHORT, UMIS]),
+    "R": ("n,kind", [SHORT, UMIS]),
+    "a plate": ("well,n,kind", [SHORT, UMIS]),
+    "numbers that are names of other cells": ("n,cell,kind", [[*CODES[1:7], *TOTALS[6:]], CODES]),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_some_cells_without_barcodes_get_their_labels(case: str, tmp_path: Path) -> None:
+    header, first = HEADERS[case]
+    cells = first[header.split(",").index("cell")] if "cell" in header else first[0]
+    columns = [texts[:-2] for texts in (*first, LABELS)]
+    write(tmp_path, "matrix.mtx", cells, "metadata.csv", header, *columns)
+    with open_counts(tmp_path) as reader:
+        assert reader.obs["kind"].astype(object).tolist()[:-2] == LABELS[:-2]
+        assert reader.obs["kind"].isna().tolist() == [False] * (N - 2) + [True] * 2
+        numbers = columns[1 - columns.index(cells[:-2])]
+        assert reader.obs["n"].astype(str).tolist()[:-2] == numbers
+
+
+# header and columns of a table of some cells; then why it is left out
+UNCLEAR: dict[str, tuple[str, list[list[str]], str]] = {
+    "no header": ("", [SHORT[:-2], LABELS[:-2]], "it has no header that names a column besides the cells"),
+    "two orders": ("cell,other", [SHORT[:-2], SHORT[-3::-1]], f"it has {N - 2} rows for {N} cells"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_an_unclear_table_of_some_cells_is_left_out(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, columns, fault = UNCLEAR[case]
+    write(tmp_path, "matrix.mtx", SHORT, "metadata.csv", header, *columns)
+    if not header:
+        write_names(tmp_path / "metadata.csv", *columns, separator=",")
+    with open_counts(tmp_path) as reader:
+        assert not len(reader.obs.columns)
+    assert f"metadata.csv is left out: {fault}\n" in capsys.readouterr().err
+
+
 def test_a_table_of_cells_elsewhere_is_left_out_with_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +181,20 @@ def test_a_table_of_cells_elsewhere_is_left_out_with_a_line(
     with open_counts(tmp_path) as reader:
         assert not len(reader.obs.columns)
     assert f"metadata.csv is left out: it has 5 rows for {N} cells\n" in capsys.readouterr().err
+
+
+def test_an_axis_without_ids_is_what_the_other_one_is_not(tmp_path: Path) -> None:
+    """R's rows are genes, alevin's are cells."""
+    plates = [f"P1_A{number:02}" for number in range(N)]
+    for number, (genes, cells) in enumerate([(GENES, plates), (SYMBOLS, CELLS)]):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        write_mtx(folder / "matrix.mtx")
+        write_names(folder / "rows.txt", genes)
+        write_names(folder / "cols.txt", cells)
+        with open_counts(folder) as reader:
+            assert reader.obs_names.tolist() == cells
+            assert list(reader.var_names) == genes
 
 
 def plain_symbols(folder: Path) -> None:

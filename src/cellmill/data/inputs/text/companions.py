@@ -20,6 +20,7 @@ such as `metadata.csv`, which may be sorted. Other tables are joined to it by na
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +87,7 @@ def find_companions(matrix: Path, n_rows: int, n_columns: int) -> Companions:
 
     Raises DataError, naming the table, if one is too short.
     """
-    tables = list(_tables_of(matrix, max(n_rows, n_columns)))
+    tables = list(_with_axes([*_tables_of(matrix, max(n_rows, n_columns))]))
     choices = list(_choices(matrix, tables, n_rows, n_columns))
     if not choices:
         raise DataError(_explain(matrix, tables, n_rows, n_columns))
@@ -176,21 +177,27 @@ class _NamedRows:
         n = table.n_rows()
         try:
             frame = table.read(n) if self._role == CELLS else pd.DataFrame()
+            column = _names_in(frame, names)
+            if column is not None and table.may_have_header and frame[column].iloc[0] not in names:
+                n = table.n_lines - 1
+                frame = table.read(n)
+                column = _names_in(frame, names)
         except DataError as error:
             self.notes.append(f"{table.path.name} is left out: {error}")
             return
-        for column in frame:
+        if column is None:
+            fault = f"it has {n:,} rows for {len(names):,} {self._role}"
+        elif not any(isinstance(name, str) for name in frame if name != column):
+            fault = "it has no header that names a column besides the cells"
+        else:
             values = pd.Index(frame[column], dtype=object)
-            n_known = int(names.isin(values).sum())
-            if values.is_unique and 2 * n_known > min(n, len(names)):
-                self.others.append(frame.drop(columns=[column]).set_axis(values).reindex(names))
-                self.notes.append(
-                    f"{table.path.name} is joined by name: it has {n:,} rows, with {n_known:,} of {len(names):,} cells"
-                )
-                return
-        self.notes.append(
-            f"{table.path.name} is left out: it has {n:,} rows for {len(names):,} {self._role}"
-        )
+            self.others.append(frame.drop(columns=[column]).set_axis(values).reindex(names))
+            self.notes.append(
+                f"{table.path.name} is joined by name: it has {n:,} rows, with {names.isin(values).sum():,} of "
+                f"{len(names):,} cells"
+            )
+            return
+        self.notes.append(f"{table.path.name} is left out: {fault}")
 
     def _names(self, frame: pd.DataFrame) -> pd.Index:
         return cell_frame(frame).index if self._role == CELLS else gene_frame(frame)[0].index
@@ -214,6 +221,23 @@ class _NamedRows:
                 f"{path.name} is joined by name: it has another order than {self.table.path.name}"
             )
         return bool(is_same)
+
+
+def _names_in(frame: pd.DataFrame, names: pd.Index) -> Any:
+    """The column that has most of some names, if more than half; None if unequal columns have as many."""
+    found: list[Any] = []
+    n_best = min(len(frame), len(names)) // 2 + 1
+    for column in frame:
+        values = pd.Index(frame[column], dtype=object)
+        n_known = int(names.isin(values).sum())
+        if not values.is_unique or n_known < n_best:
+            continue
+        if n_known > n_best:
+            found = []
+        n_best = n_known
+        found.append(column)
+    is_clear = found and all(frame[column].equals(frame[found[0]]) for column in found)
+    return found[0] if is_clear else None
 
 
 def _find_rows(names: pd.Index, frame: pd.DataFrame) -> tuple[np.ndarray, Any] | None:
@@ -288,6 +312,17 @@ def _tables_of(matrix: Path, longest: int) -> Iterator[TextTable]:
         table = peek(file, 2 * longest + 2)
         if table is not None:
             yield table
+
+
+def _with_axes(tables: Sequence[TextTable]) -> Iterator[TextTable]:
+    """Let rows.txt name what cols.txt does not, if only this one has ids or barcodes, and the other way round."""
+    by_words = {tuple(name_words(table.path)): table for table in tables}
+    swapped = dict(zip(AXES, AXES[::-1]))
+    for table in tables:
+        words = name_words(table.path)
+        other = by_words.get(tuple(swapped.get(word, word) for word in words))
+        content = None if other is None or other is table else other.content()
+        yield replace(table, axis={GENES: CELLS, CELLS: GENES}.get(content or ""))
 
 
 def _likeness(table: Sequence[str], matrix: Sequence[str]) -> tuple[int, int, int]:

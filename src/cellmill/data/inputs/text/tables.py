@@ -72,11 +72,19 @@ class TextTable:
     n_lines: int
     separator: str  # empty: one column
     first: list[list[str]]
+    axis: str | None = None  # role that the table of the other axis shows to be left
 
     @property
     def has_header(self) -> bool:
         """True if the first line clearly has the names of columns."""
         return is_header(self.first[0], self.first[1:]) if self.first else False
+
+    @property
+    def may_have_header(self) -> bool:
+        """True if the first line differs from the others, without being clearly a header."""
+        if not self.first or self.has_header:
+            return False
+        return _differs_as_a_header(self.first[0], self.first[1:])
 
     def fits(self, n: int) -> bool:
         """True if the table has `n` rows after its header, if any."""
@@ -99,8 +107,8 @@ class TextTable:
         words = name_words(self.path)
         named_roles: list[str | None] = []
         for before, word in pairwise(["", *words]):
-            if word in AXES and self.content() is not None:
-                named_roles.append(self.content())
+            if word in AXES and (self.content() or self.axis) is not None:
+                named_roles.append(self.content() or self.axis)
             elif word in WORDS[GENES]:
                 named_roles.append(GENES)
             # gene-metadata has genes, and so may have the cells of genes.mtx
