@@ -138,7 +138,7 @@ def _follow(train: Path, options: Plugin, status: int) -> NoReturn:
     os.dup2(log, 0)
     try:
         follower = Follower(train, options)
-        sys.stderr = os.fdopen(os.dup(2), "w")  # not inherited by what the library starts
+        sys.stderr = os.fdopen(os.dup(2), "w", 1)  # not inherited by what the library starts
         path = follower.make_folder() / "log.txt"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
