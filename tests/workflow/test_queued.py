@@ -60,6 +60,9 @@ class Queue:
         file = folder / "profiles" / "site" / "config.yaml"
         file.parent.mkdir(parents=True)
         file.write_text(yaml.safe_dump(profile))
+        # keys that are numbers, which JSON would make texts of
+        sizes = {16: {"model.hidden": 16}, 32: {"model.hidden": 32}}
+        project.write_config(sweep={"wide": {"run": {"corpus": "sim"}, "over": {"size": sizes}}})
         own = folder / "own.smk"
         own.write_text(OWN % REPOSITORY)
         path = f"{folder / 'bin'}:{os.environ['PATH']}"

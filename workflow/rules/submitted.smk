@@ -2,11 +2,13 @@
 # configuration and the tables of datasets may have been edited while it waited. So the process that submits jobs writes the
 # configuration to a file, with copies of the tables, and names it to them; undocumented.smk has how, and what a job finds,
 # as `submitted`. A job that finds no such file reads the configuration as it is when the job starts.
-import json
+import sys
 from pathlib import Path
 
+import yaml
+
 from cellmill.config import check_config
-from cellmill.files import digest, write_json, write_text
+from cellmill.files import digest, write_text
 
 config.update(submitted)  # rules of a user's own read it too
 
@@ -16,19 +18,21 @@ def check_submitted(config, source):
     return check_config(submitted or config, source)
 
 
+class Dumper(yaml.SafeDumper):
+    """Dumper for the mappings of a JSON file too, which Snakemake reads in a type of its own."""
+
+
+Dumper.add_multi_representer(dict, Dumper.represent_dict)
+
+
 def write_submitted(config, corpora):
-    """Write the configuration for the jobs that this process submits, once."""
+    """Write the configuration for the jobs that this process submits, once. It is YAML: JSON makes texts of keys that are
+    numbers, and has no dates or infinite numbers."""
     if submitted:
         return
     submitted.update(config)
     folder = Path("results/options/submitted")
-    try:
-        tree = json.loads(json.dumps(config, allow_nan=False))
-    except (TypeError, ValueError):  # JSON has no dates or infinite numbers
-        tree = None
-    if tree != config:  # nor keys that are numbers
-        name_submitted("")
-        return
+    tree = dict(config, corpora=dict(config["corpora"]))
     for name, corpus in corpora.items():
         table = Path(corpus.table).read_text(encoding="utf-8")
         copy = folder / f"{digest(table)[:12]}.tsv"
@@ -36,7 +40,20 @@ def write_submitted(config, corpora):
             write_text(copy, table)
         written = tree["corpora"][name]
         tree["corpora"][name] = (written if isinstance(written, dict) else {}) | {"table": str(copy)}
-    path = folder / f"{digest(tree)[:12]}.json"
+    text = ""
+    try:
+        text = yaml.dump(tree, Dumper=Dumper, sort_keys=False)
+    except yaml.YAMLError:
+        pass
+    if not text or yaml.safe_load(text) != tree:
+        print(
+            "cellmill: config has values that YAML cannot keep, so jobs read the configuration when they start: do not"
+            " edit it while they wait",
+            file=sys.stderr,
+        )
+        name_submitted("")
+        return
+    path = folder / f"{digest(text)[:12]}.yaml"
     if not path.exists():
-        write_json(path, tree)
+        write_text(path, text)
     name_submitted(path)

@@ -6,12 +6,12 @@ import sys
 from contextlib import chdir
 from pathlib import Path
 
+import yaml
 from snakemake.cli import parse_set_resources
 from snakemake.persistence import PersistenceBase
 
 from cellmill.config.load import read_yaml
 from cellmill.errors import one_line
-from cellmill.files import read_own_json
 from cellmill.preflight.profile import Profile, read_command
 
 is_main = workflow.is_main_process  # False in a job of a cluster, which parses the workflow again
@@ -19,7 +19,7 @@ is_main = workflow.is_main_process  # False in a job of a cluster, which parses 
 workflow.cellmills = getattr(workflow, "cellmills", 0) + 1
 submitted_variable = f"CELLMILL_SUBMITTED_{workflow.cellmills}"
 submitted_file = Path(os.environ.get(submitted_variable, ""))
-submitted = read_own_json(submitted_file) if not is_main and submitted_file.is_file() else {}
+submitted = {} if is_main or not submitted_file.is_file() else yaml.safe_load(submitted_file.read_bytes())
 checkout = Path(str(workflow.current_basedir)).parents[1]
 checkout = checkout if checkout.is_dir() else Path()  # of a workflow at a URL: the working folder, for the image
 own = [] if workflow.config_settings.replace_workflow_config else ["config/config.yaml"]

@@ -57,7 +57,7 @@ class Sweep(Section):
 
     run: dict[str, Any]
     """Shared by all its runs: `corpus`, and any key of a run."""
-    over: dict[str, list[Any] | dict[str, dict[str, Any]]] = Field(min_length=1)
+    over: dict[str, list[Any] | dict[str | int, dict[str, Any]]] = Field(min_length=1)
     """Values by option, such as `train.seed: [0, 1]`; or, under a name of your own, named points
     that set several options at once, such as `layout: {ddp: {parallel.strategy: ddp}, pp:
     {parallel.pp: 2}}`.
