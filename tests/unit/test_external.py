@@ -105,8 +105,12 @@ def test_an_impossible_external_model_is_refused(external: dict[str, Any], messa
 
 @pytest.mark.full
 def test_a_model_that_fails_says_how_to_give_options(
-    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     command = Evaluate.model_validate({"external": {"a": {"model": "./gone"}}}).external["a"].line
     assert command is not None
     assert embed_external(command, corpus["cells"], tmp_path / "out.h5ad") == 2

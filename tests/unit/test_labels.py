@@ -259,7 +259,7 @@ def test_equal_numbers_and_numbers_beyond_float32(
     ):
         fit("equal", tmp_path / "train")
     # a training that was begun by a version that had accepted the column can be finished
-    write_json(tmp_path / "train" / "run.json", {})
+    write_json(tmp_path / "train" / "checkpoints" / "step-00000001" / "manifest.json", {})
     assert 0 < fit("equal", tmp_path / "train").target_std < 1e-16
     assert "number; choose another column, in a new training" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="target_column one: expected numbers that differ"):
@@ -298,7 +298,9 @@ def test_columns_without_use_are_refused(
             ConfigError, match=r"batch_column dataset: all cells .* the same value; choose another"
         ):
             check_levels(options, {"dataset": one_level}, 100, tmp_path)
-    write_json(tmp_path / "run.json", {})  # it was begun by a version that had accepted the column
+    write_json(
+        tmp_path / "status.json", {}
+    )  # it was finished by a version that had accepted the column
     capsys.readouterr()
     check_levels(options, {"dataset": ("one", "<missing>")}, 100, tmp_path)
     assert capsys.readouterr().out == (

@@ -21,6 +21,7 @@ from cellmill.data.shards.index import CellColumns, open_vectors
 from cellmill.data.shards.manifest import Manifest
 from cellmill.errors import ConfigError, DataError, did_you_mean
 from cellmill.files import sha256_file
+from cellmill.runs.folder import TrainFolder
 from cellmill.runs.identity import ROUNDED_READS, TOKEN_ORDER
 
 
@@ -203,11 +204,14 @@ def describe_reading(options: TrainOptions, shards: Manifest) -> dict[str, str]:
 
 
 def _refuse_new_training(message: str, train: Path | None) -> None:
-    """Raise ConfigError, or print a warning if a training was begun in folder `train`.
+    """Raise ConfigError, or print a warning if folder `train` has a checkpoint or a finished training.
 
     Earlier versions accepted it, and another column would be another training.
     """
-    if train is None or not (train / "run.json").exists():
+    is_begun = train is not None and (
+        (train / "status.json").exists() or TrainFolder(train).saved_step() > 0
+    )
+    if not is_begun:
         raise ConfigError(message)
     print(f"warning: {message}, in a new training; this one can be finished")
 

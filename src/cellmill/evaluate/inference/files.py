@@ -173,12 +173,10 @@ def digest_embedder(config: Tree) -> str:
     """Return a digest of all that the vectors of a cell depend on, from a model's config.json."""
     keys = ("weights_sha256", "vocabulary_digest", "model", "tokens")
     parts = {key: config[key] for key in keys}
-    # where family hf has found its first weights, which may be moved
-    parts["model"] = {
-        key: value
-        for key, value in config["model"].items()
-        if key not in ("path", "revision", "weights")
-    }
+    if config["model"]["family"] == "hf":
+        # where its first weights were found, which may be moved
+        places = ("path", "revision", "weights")
+        parts["model"] = {key: config["model"][key] for key in config["model"].keys() - places}
     return digest([*parts.values()])
 
 

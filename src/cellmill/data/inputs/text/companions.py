@@ -224,8 +224,12 @@ class _NamedRows:
 
 
 def _names_in(frame: pd.DataFrame, names: pd.Index) -> Any:
-    """The column that has most of some names, if more than half; None if unequal columns have as many."""
+    """The column that has most of some names, if more than half.
+
+    None if columns with as many names have them in other rows.
+    """
     found: list[Any] = []
+    rows: list[np.ndarray] = []  # row of each name, by column of `found`
     n_best = min(len(frame), len(names)) // 2 + 1
     for column in frame:
         values = pd.Index(frame[column], dtype=object)
@@ -234,9 +238,11 @@ def _names_in(frame: pd.DataFrame, names: pd.Index) -> Any:
             continue
         if n_known > n_best:
             found = []
+            rows = []
         n_best = n_known
         found.append(column)
-    is_clear = found and all(frame[column].equals(frame[found[0]]) for column in found)
+        rows.append(values.get_indexer(names))
+    is_clear = found and all(np.array_equal(other, rows[0]) for other in rows)
     return found[0] if is_clear else None
 
 
