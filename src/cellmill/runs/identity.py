@@ -16,6 +16,7 @@ checkpoint and its curve up to there become the branch's own. Torch-free.
 import re
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,16 @@ def identity(options: TrainOptions, init_from: str | None, gene_vectors: str | N
     """
     values = Tree()
     for section, keys in options.model_dump(mode="json", exclude=REASONS).items():
-        free = keys if section in FREE_SECTIONS else FREE.get(section, ())
+        free = _free_keys(section, keys)
         values |= {f"{section}.{key}": value for key, value in keys.items() if key not in free}
     if gene_vectors is not None:
         values["model.gene_vectors"] = gene_vectors
     return values | {"init_from": init_from, "weights_format": WEIGHTS_FORMAT}
+
+
+def _free_keys(section: str, keys: Collection[str]) -> Collection[str]:
+    """Of the keys of a section, those that are not part of the identity."""
+    return keys if section in FREE_SECTIONS else FREE.get(section, ())
 
 
 def changed_keys(stored: Tree, now: Tree, source: str) -> dict[str, str]:
@@ -104,10 +110,10 @@ def changed_free_options(stored: Tree, now: Tree, source: str) -> dict[str, str]
     """
     before = _trained_with(stored, source).model_dump(mode="json")
     changes = dict[str, str]()
-    for section in {*FREE_SECTIONS, *FREE} - {"track"}:
-        for key, value in now[section].items():
-            is_free = section in FREE_SECTIONS or key in FREE[section]
-            if is_free and before[section][key] != value:
+    for section, values in now.items():
+        free = () if section == "track" else _free_keys(section, values)
+        for key, value in values.items():
+            if key in free and before[section][key] != value:
                 changes[f"{section}.{key}"] = f"{before[section][key]} -> {value}"
     return changes
 
